@@ -1,0 +1,15 @@
+"""Flax NNX modules whose code reads like the papers; see README.md."""
+
+from repro.models.attention import MultiHeadAttention, rope, soft_cap
+from repro.models.config import SIZES, ModelConfig, Size
+from repro.models.ffn import DenseFFN
+from repro.models.functional import swiglu
+from repro.models.norm import RMSNorm, layer_norm, rms_norm
+from repro.models.output import Output, Stats
+from repro.models.parameter import declarations, parameter
+from repro.models.transformer import Block, Transformer, functional
+
+__all__ = [
+    "SIZES", "Block", "DenseFFN", "ModelConfig", "MultiHeadAttention", "Output", "RMSNorm", "Size", "Stats",
+    "Transformer", "declarations", "functional", "layer_norm", "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
+]  # fmt: skip

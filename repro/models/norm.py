@@ -1,0 +1,32 @@
+"""RMSNorm and LayerNorm over the last axis, in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from repro.models.parameter import parameter
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * gain (Zhang and Sennrich, arXiv 1910.07467, eq. 4), in float32, x's dtype out."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps) * gain).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """(x - mean) / sqrt(var + eps) * gain, without bias (Ba et al., arXiv 1607.06450), in float32."""
+    x32 = x.astype(jnp.float32)
+    return rms_norm(x32 - jnp.mean(x32, -1, keepdims=True), gain, eps).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """RMSNorm with a learnable gain [D]."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        self.gain = parameter(jnp.ones(width, jnp.float32), "norm")
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.gain[...], self.eps)
