@@ -7,9 +7,9 @@ from repro.models.functional import swiglu
 from repro.models.norm import RMSNorm, layer_norm, rms_norm
 from repro.models.output import Output, Stats
 from repro.models.parameter import declarations, parameter
-from repro.models.transformer import Block, Transformer, functional
+from repro.models.transformer import Block, Transformer, abstract, functional
 
 __all__ = [
     "SIZES", "Block", "DenseFFN", "ModelConfig", "MultiHeadAttention", "Output", "RMSNorm", "Size", "Stats",
-    "Transformer", "declarations", "functional", "layer_norm", "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
+    "Transformer", "abstract", "declarations", "functional", "layer_norm", "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
 ]  # fmt: skip

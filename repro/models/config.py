@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -34,6 +35,9 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of matrix products and activations; parameters, attention logits and the loss stay float32."""
 
+    remat: bool = False
+    """Recompute each block in the backward pass instead of keeping its activations: less memory, a third more time."""
+
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "ffn"):
             if getattr(self, name) < 1:
@@ -43,10 +47,15 @@ class ModelConfig:
                 f"model.width {self.width} over model.heads {self.heads} gives no even head size; "
                 "choose a width that is an even multiple of the heads, since RoPE rotates pairs."
             )
-        if self.soft_cap < 0:
+        if not 0 <= self.soft_cap < math.inf:
             raise ReproError(f"model.soft_cap is {self.soft_cap}; it must be positive, or 0 for no cap.")
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ReproError(f"model.{name} is {getattr(self, name)}; it must be positive.")
         if self.qk_norm not in ("none", "rms", "layer"):
             raise ReproError(f"model.qk_norm is {self.qk_norm!r}; it must be none, rms or layer.")
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ReproError(f"model.compute_dtype is {self.compute_dtype!r}; it must be float32 or bfloat16.")
 
     @property
     def head_size(self) -> int:
@@ -78,6 +87,6 @@ SIZES: Mapping[str, Size] = MappingProxyType(
         "s": Size(layers=4, width=128, heads=4, ffn=344, length=128, batch_size=16),
         "m": Size(layers=6, width=256, heads=8, ffn=688, length=256, batch_size=16),
         "deep": Size(layers=24, width=32, heads=4, ffn=86, length=32, batch_size=8),
-        "gpt2": Size(layers=12, width=768, heads=12, ffn=2048, length=1024, batch_size=32),
+        "gpt2": Size(layers=12, width=768, heads=12, ffn=2048, length=512, batch_size=64),
     }
 )

@@ -65,6 +65,7 @@ class Transformer(nnx.Module):
 
         embedded_BTD = self.embedding_ZD[...][tokens_BT].astype(dtype)
         unroll = config.layers if config.layers <= _UNROLL_UP_TO else 1
+        body = jax.checkpoint(body) if config.remat else body
         last_BTD, (stats, states_LBTD) = jax.lax.scan(body, embedded_BTD, layers, unroll=unroll)
         final_BTD = rms_norm(last_BTD, self.final_norm.gain[...], config.norm_eps)
         logits_BTZ = jnp.einsum(
@@ -72,6 +73,12 @@ class Transformer(nnx.Module):
         )
         states = jnp.concatenate([embedded_BTD[None], states_LBTD[:-1], final_BTD[None]]) if hidden else None
         return Output(logits_BTZ, jnp.zeros((), jnp.float32), stats, states)
+
+
+def abstract(config: ModelConfig) -> Transformer:
+    """The module with shapes in place of arrays, for its structure and declarations."""
+    with nnx.set_graph_mode(False):
+        return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0)))
 
 
 def functional(
@@ -82,7 +89,7 @@ def functional(
     The module lives only at trace time, so both compose with every JAX transformation.
     """
     with nnx.set_graph_mode(False):
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0))))
+        graphdef, state = nnx.split(abstract(config))
 
     def init(key: jax.Array) -> dict[str, Any]:
         with nnx.set_graph_mode(False):

@@ -43,6 +43,12 @@ class Layout:
             raise ReproError("a parameter of role matrix must name its input axes and its output axes.")
         if set(self.inputs) & set(self.outputs):
             raise ReproError(f"axes {sorted(set(self.inputs) & set(self.outputs))} are both input and output.")
+        single = (*self.inputs, *self.outputs, *(a for a in (self.expert, self.layer) if a is not None))
+        if len(set(single)) < len(single):
+            raise ReproError(
+                f"an axis is named twice among inputs {self.inputs}, outputs {self.outputs}, expert {self.expert} and "
+                f"layer {self.layer}; only a head axis may also be an input or an output."
+            )
 
 
 def path_name(path: tuple) -> str:
@@ -68,8 +74,11 @@ def check_layouts(params: Any, layouts: Any) -> None:
         if not is_layout(layout):
             raise ReproError(f"parameter {name} has no layout; declare its role and axes with Layout(...).")
         axes = [*layout.inputs, *layout.outputs, *(a for a in (layout.head, layout.expert, layout.layer) if a is not None)]
-        if any(not 0 <= a < jnp.ndim(value) for a in axes):
-            raise ReproError(f"parameter {name} of shape {jnp.shape(value)} has no axis {max(axes)} that its layout names.")
+        for axis in axes:
+            if not 0 <= axis < jnp.ndim(value):
+                raise ReproError(
+                    f"parameter {name} of shape {jnp.shape(value)} has no axis {axis} that its layout names (axes count from 0)."
+                )
     if declared:
         raise ReproError(f"layout {next(iter(declared))} belongs to no parameter; remove it or rename it.")
 

@@ -39,7 +39,8 @@ def newton_schulz(x: jax.Array, schedule: str | Schedule = "muon5", *, dtype: jn
 
     One step maps X to a X + (b A + c A A) X with A = X X^T, on the wide orientation, after X is divided by its
     Frobenius norm. The number of steps is the number of rows of the schedule. The norm is taken in float32 after an
-    exact power-of-two rescaling, so the result does not depend on the scale of x; zero stays zero.
+    exact power-of-two rescaling, so the result does not depend on the scale of x; zero stays zero. `dtype` is the type
+    of the operands of the matrix products; everything else, their sums included, is float32.
     Source: Moonlight (arXiv 2502.16982), section 2.1.
     """
     table = schedule_table(schedule)
@@ -50,8 +51,15 @@ def newton_schulz(x: jax.Array, schedule: str | Schedule = "muon5", *, dtype: jn
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), (-2, -1), keepdims=True))
     y = jnp.ldexp(y, -exponent)
     norm = jnp.sqrt(jnp.sum(y * y, (-2, -1), keepdims=True))
-    y = (y / jnp.where(norm > 0, norm, 1.0)).astype(dtype)
+    y = y / jnp.where(norm > 0, norm, 1.0)
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        # By default XLA multiplies float32 as TF32 on GPUs and as bfloat16 on TPUs.
+        return jnp.matmul(
+            left.astype(dtype), right.astype(dtype), precision="highest", preferred_element_type=jnp.float32
+        )
+
     for a, b, c in table:
-        gram = y @ jnp.swapaxes(y, -1, -2)
-        y = a * y + (b * gram + c * (gram @ gram)) @ y
+        gram = product(y, jnp.swapaxes(y, -1, -2))
+        y = a * y + product(b * gram + c * product(gram, gram), y)
     return (jnp.swapaxes(y, -1, -2) if tall else y).astype(x.dtype)

@@ -29,7 +29,7 @@ def qk_clip(params: Any, max_logits: jax.Array, *, tau: jax.Array | float, layou
 
     The logit of a clipped head then scales by exactly gamma for the same inputs. Heads with gamma = 1 keep their bits.
     Momentum is left alone. Raises `ReproError` if no parameter is declared as query and key projection with a head
-    and a layer axis. Source: Kimi K2 (arXiv 2507.20534), section 2.1.
+    and a layer axis, or if `max_logits` has another shape than those axes: a per-layer maximum would clip every head. Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     gamma_LH = qk_clip_factor(max_logits, tau)
     exponent = {"q": alpha, "k": 1.0 - alpha}
@@ -41,6 +41,9 @@ def qk_clip(params: Any, max_logits: jax.Array, *, tau: jax.Array | float, layou
         if layout.head is None or layout.layer is None:
             raise ReproError("QK-Clip needs a head axis and a layer axis in the layout of every query and key projection.")
         seen.add(layout.qk)
+        heads_LH = (weight.shape[layout.layer], weight.shape[layout.head])
+        if gamma_LH.shape != heads_LH:
+            raise ReproError(f"QK-Clip got max_logits of shape {gamma_LH.shape} for {heads_LH} layers and heads.")
         shape = [1] * weight.ndim
         shape[layout.layer], shape[layout.head] = gamma_LH.shape
         factor = gamma_LH if layout.layer < layout.head else gamma_LH.T

@@ -1,0 +1,96 @@
+"""The command line: `repro list | show | run | resume | verdict | report | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from repro.errors import ReproError
+
+# Nothing here imports JAX at the top: `repro list` should not wait for it, and devices are set up before it starts.
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-sentence errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ReproError(f"{self.prog}: {message}; `{self.prog} --help` shows what there is.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="repro", description="Published claims as experiments with verdicts.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands.add_parser("list", help="all claims of the ledger, and which experiment runs them")
+    show = commands.add_parser("show", help="one claim of the ledger, or one experiment")
+    show.add_argument("id", metavar="ID", help="a claim such as K2-1, or an experiment such as logit-explosion")
+    run = commands.add_parser("run", help="run an experiment", add_help=False)
+    _run_arguments(run)
+    run.add_argument("name", metavar="NAME", nargs="?", help="the experiment")
+    resume = commands.add_parser("resume", help="continue a run that was interrupted")
+    resume.add_argument("folder", metavar="DIR", type=Path)
+    verdict = commands.add_parser("verdict", help="print the verdicts of a run folder")
+    verdict.add_argument("folders", metavar="DIR", type=Path, nargs="+")
+    verdict.add_argument("--check", action="store_true", help="derive the verdicts again and compare")
+    report = commands.add_parser("report", help="draw the figures and report.md of a run folder again")
+    report.add_argument("folders", metavar="DIR", type=Path, nargs="+")
+    commands.add_parser("doctor", help="what this machine can run")
+    return parser
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="cpu", help="scale of the run (default: cpu)")
+    parser.add_argument("--seeds", type=int, help="number of test seeds")
+    parser.add_argument("--out", type=Path, help="folder to write (default: runs/NAME-PRESET)")
+    parser.add_argument("-h", "--help", action="store_true", help="show this, and every field that can be overridden")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The `repro` command. Returns the exit code: 0, 2 for what a user can mend, 130 when interrupted."""
+    return _guarded(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+
+
+def run_script(experiment: object) -> None:
+    """`python experiments/NAME.py ...`: the same as `repro run NAME ...`."""
+    raise SystemExit(main(["run", experiment.name, *sys.argv[1:]]))
+
+
+def _guarded(action) -> int:
+    try:
+        return action()
+    except ReproError as error:
+        print(f"repro: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("repro: interrupted; continue with `repro resume DIR`.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(argv: list[str]) -> int:
+    parser = _parser()
+    args, overrides = parser.parse_known_args(argv)
+    if overrides and args.command != "run":
+        raise ReproError(f"repro: unrecognized arguments: {' '.join(overrides)}; `repro --help` shows what there is.")
+    if args.version:
+        import repro
+
+        print(repro.__version__)
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 0
+    from repro import commands
+
+    if args.command == "run":
+        return commands.run(args, overrides)
+    return commands.COMMANDS[args.command](args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,250 @@
+"""What each command does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from repro.errors import ReproError
+
+
+def _console() -> Console:
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=max(100, console.width))
+
+
+def _start_devices() -> None:
+    """On a CPU, one device per core: runs are laid over devices, and one core per device wastes nothing."""
+    import jax
+
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def list_claims(args: argparse.Namespace) -> int:
+    from repro import catalogue
+    from repro.report import ledger_table
+
+    runs: dict[str, Any] = {}
+    for name in catalogue.names():
+        experiment = catalogue.load(name)
+        for preset in experiment.presets.values():
+            for claim in experiment.claims_for(preset):
+                runs.setdefault(claim.id, dict.fromkeys(()))[name] = None
+    _console().print(ledger_table({id: [*names] for id, names in runs.items()}, {}))
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    from repro import catalogue
+    from repro.claims import LEDGER
+
+    console = _console()
+    if args.id.upper() in LEDGER:
+        row = LEDGER[args.id.upper()]
+        console.print(f"[bold]{row.id}[/] ({row.system}, tier {row.tier})\n{row.claim}")
+        if row.reported:
+            console.print(f"Reported, and its boundary: {row.reported}")
+        chosen = [
+            (catalogue.load(name), claim) for name in catalogue.names() for claim in _all_claims(catalogue.load(name)) if claim.id == row.id
+        ]
+        if not chosen:
+            console.print("Not run yet: no experiment judges it.")
+    else:
+        if args.id.replace("_", "-") not in catalogue.names():
+            raise ReproError(f"{args.id!r} is neither a claim nor an experiment; `repro list` shows both.")
+        experiment = catalogue.load(args.id)
+        console.print(f"[bold]{experiment.name}[/]: {experiment.title}\nPresets: {', '.join(experiment.presets)}")
+        for arm in experiment.arms:
+            console.print(f"  {arm.name}: {arm.label}")
+        chosen = [(experiment, claim) for claim in _all_claims(experiment)]
+    from repro.report import rule_words
+
+    for experiment, claim in chosen:
+        console.print(f"\n[bold]{claim.id}[/], {claim.variant} (repro run {experiment.name})")
+        console.print(f"  {claim.statement}\n  Source: {claim.source}. Reported: {claim.reported}\n  Boundary: {claim.boundary}")
+        console.print(f"  Rule: {rule_words(claim.criterion)}\n  Control: {claim.control.description}")
+    return 0
+
+
+def _all_claims(experiment: Any) -> list:
+    """Every claim of an experiment under any preset, once."""
+    found = {claim.name: claim for preset in experiment.presets.values() for claim in experiment.claims_for(preset)}
+    return [*found.values()]
+
+
+def run(args: argparse.Namespace, overrides: list) -> int:
+    _start_devices()
+    from repro import catalogue
+    from repro.overrides import changed_preset, parse
+    from repro.report.record import RunFolder
+
+    if args.name is None:
+        if args.help:
+            print("usage: repro run NAME [--preset PRESET] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n\nExperiments: " + ", ".join(catalogue.names()))
+            return 0
+        raise ReproError(f"repro run: which experiment? Known are {', '.join(catalogue.names())}.")
+    experiment = catalogue.load(args.name)
+    if args.preset not in experiment.presets:
+        raise ReproError(f"preset {args.preset!r} is unknown for {experiment.name}; known are {', '.join(experiment.presets)}.")
+    stored = experiment.presets[args.preset]
+    prog = f"repro run {experiment.name}"
+    if args.help:
+        import tyro
+
+        print(f"usage: {prog} [--preset {'|'.join(experiment.presets)}] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n")
+        print(tyro.extras.get_parser(type(stored), default=stored, prog=prog).format_help())
+        return 0
+    preset, changed = changed_preset(experiment, stored, overrides, args.seeds, prog)
+    _check_platform(preset, args.preset)
+    folder = RunFolder.create(args.out or Path("runs") / f"{experiment.name}-{args.preset}")
+    return _execute(experiment, args.preset, preset, folder, changed)
+
+
+def _check_platform(preset: Any, name: str) -> None:
+    import jax
+
+    if preset.platform == "gpu" and jax.default_backend() not in ("gpu", "cuda", "rocm"):
+        raise ReproError(
+            f"preset {name} is made for a GPU with about 80 GB of memory and JAX sees only {jax.default_backend()}; "
+            "install repro[cuda] on such a machine, or use --preset cpu."
+        )
+
+
+def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, changed: list) -> int:
+    from repro.progress import ConsoleWatcher
+    from repro.report import arms_table, claims_table
+    from repro.runner import execute
+
+    console = _console()
+    console.print(f"{experiment.title}\n{experiment.name}, preset {preset_name}, into {folder.path}")
+    if changed:
+        console.print(f"Changed from the preset: {', '.join(changed)}; the verdicts do not count as evidence.")
+    with folder.locked(), ConsoleWatcher(console) as watcher:
+        verdicts = execute(experiment, preset_name, preset, folder, changed=changed, watcher=watcher)
+        _, _, runs = folder.sealed()
+    console.print(arms_table(experiment, runs))
+    console.print(claims_table(experiment.claims_for(preset), verdicts))
+    console.print(f"Figures and report: {folder.path / 'report.md'}")
+    return 0
+
+
+def _stored_preset(record: dict, where: Path) -> Any:
+    import pydantic
+
+    from repro.train.preset import Preset
+
+    try:
+        return pydantic.TypeAdapter(Preset).validate_python(record["preset"])
+    except (KeyError, pydantic.ValidationError) as error:
+        raise ReproError(f"{where}/run.json does not hold a preset of this version; it was edited or is of another version.") from error
+
+
+def _same_rules(record: dict, where: Path) -> tuple:
+    """The experiment and preset of a run folder. Raises `ReproError` if the rules have changed since."""
+    from repro import catalogue
+    from repro.claims import rule_hash
+
+    experiment = catalogue.load(str(record.get("experiment")))
+    preset = _stored_preset(record, where)
+    if rule_hash(experiment, preset) != record.get("rule_hash"):
+        raise ReproError(
+            f"the claims, arms or preset of {experiment.name} have changed since {where} was written; "
+            "use the version that wrote it, or run the experiment again."
+        )
+    return experiment, preset
+
+
+def resume(args: argparse.Namespace) -> int:
+    _start_devices()
+    from repro.report import claims_table
+    from repro.report.record import RunFolder, stored_verdicts
+
+    folder = RunFolder.existing(args.folder)
+    if folder.finished:
+        record, verdict, _ = folder.sealed()
+        experiment, preset = _same_rules(record, folder.path)
+        _console().print(claims_table(experiment.claims_for(preset), stored_verdicts(verdict)))
+        return 0
+    record = folder.read("run.json")
+    experiment, preset = _same_rules(record, folder.path)
+    _check_platform(preset, record["preset_name"])
+    return _execute(experiment, record["preset_name"], preset, folder, record["changed"])
+
+
+def verdict(args: argparse.Namespace) -> int:
+    from repro.claims import decide_all
+    from repro.report import claims_table
+    from repro.report.record import RunFolder, stored_verdicts
+
+    console = _console()
+    if len(args.folders) > 1 and not args.check:
+        raise ReproError("repro verdict takes one folder; several can be given with --check.")
+    for path in args.folders:
+        folder = RunFolder.existing(path)
+        record, stored, runs = folder.sealed()
+        experiment, preset = _same_rules(record, path)
+        verdicts = stored_verdicts(stored)
+        if args.check:
+            again = decide_all(experiment.claims_for(preset), runs)
+            for old, new in zip(verdicts, again, strict=True):
+                if old.to_json() != new.to_json():
+                    raise ReproError(f"{path}: the verdict on {new.claim_id} ({new.variant}) is {new.label} when derived again, not as stored ({old.label}).")
+            console.print(f"{path}: {len(again)} verdicts derived again, all as stored.")
+        else:
+            console.print(claims_table(experiment.claims_for(preset), verdicts))
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    import polars as pl
+
+    from repro.report import draw, write_report
+    from repro.report.record import RunFolder, stored_verdicts
+
+    for path in args.folders:
+        folder = RunFolder.existing(path)
+        record, stored, runs = folder.sealed()
+        experiment, preset = _same_rules(record, path)
+        verdicts = stored_verdicts(stored)
+        curves = pl.read_parquet(folder.path / "metrics.parquet")
+        figures = draw(experiment, curves.drop("head_logits", strict=False), runs, verdicts, folder.path / "figures")
+        write_report(folder.path / "report.md", experiment, preset, record, runs, verdicts, figures)
+        _console().print(f"{folder.path / 'report.md'} and {len(figures)} figures written.")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Versions, devices, data, and which presets this machine can run."""
+    _start_devices()
+    import jax
+
+    from repro import catalogue
+    from repro.data import load_corpus
+    from repro.runner import hardware, versions
+
+    console = _console()
+    console.print("Versions: " + ", ".join(f"{name} {value}" for name, value in versions().items()))
+    machine = hardware()
+    console.print(f"Devices: {machine['devices']} x {machine['device']} ({machine['platform']}), {machine['cpu_cores']} CPU cores")
+    for spec in ("kjv", "mkv2"):
+        corpus = load_corpus(spec)
+        console.print(f"Corpus {corpus.name}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256[:16]}...")
+    total = float(jax.jit(lambda x: (x @ x).sum())(jax.numpy.ones((64, 64))))
+    console.print(f"A matrix product on the device: {'as expected' if total == 64.0**3 else f'WRONG ({total})'}")
+    for name in catalogue.names():
+        for preset_name, preset in catalogue.load(name).presets.items():
+            try:
+                _check_platform(preset, preset_name)
+                console.print(f"{name} --preset {preset_name}: can run here")
+            except ReproError as error:
+                console.print(f"{name} --preset {preset_name}: cannot run here; {error}")
+    return 0 if total == 64.0**3 else 2
+
+
+COMMANDS = {"list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "doctor": doctor}

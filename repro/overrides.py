@@ -1,0 +1,88 @@
+"""Presets changed from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from typing import Any
+
+import tyro
+
+from repro.claims import Experiment
+from repro.errors import ReproError
+from repro.train import SHAPE_FIELDS, at_size
+from repro.train.preset import Preset
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"train.steps": 300, ...}` for a preset."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        inner, name = getattr(value, field.name), f"{prefix}{field.name}"
+        flat |= flatten(inner, f"{name}.") if dataclasses.is_dataclass(inner) else {name: inner}
+    return flat
+
+
+def parse(preset: Preset, arguments: list[str], prog: str) -> Preset:
+    """`preset` with fields replaced by arguments such as `--train.steps 100`.
+
+    Raises `ReproError`, one sentence, for an unknown field or a value of the wrong type.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return tyro.cli(Preset, default=preset, args=arguments, prog=prog, config=(tyro.conf.AvoidSubcommands,))
+    except SystemExit:
+        raise ReproError(f"{prog}: {_first_paragraph(said.getvalue())}; `{prog} --help` lists every field.") from None
+
+
+def _first_paragraph(box: str) -> str:
+    """The message inside the frame that tyro draws, up to its first rule, as one line."""
+    words = []
+    for line in box.splitlines()[1:]:
+        text = line.strip("│╭╮╰╯ ")
+        if set(text) <= {"─"}:
+            break
+        words.append(text)
+    return " ".join(words).rstrip(".")
+
+
+def changed_preset(experiment: Experiment, preset: Preset, arguments: list[str], seeds: int | None, prog: str) -> tuple[Preset, list[str]]:
+    """The preset that a command asks for, and the names of the fields that differ from the stored one.
+
+    A changed preset does not count as evidence. Raises `ReproError` for a field that this experiment sets itself.
+    """
+    single = len(preset.sizes) == 1 and not preset.trend_sizes
+    shown = dataclasses.replace(preset, train=at_size(preset.train, preset.sizes[0])) if single else preset
+    asked = parse(shown, arguments, prog)
+    if seeds is not None:
+        if seeds < 1:
+            raise ReproError(f"--seeds is {seeds}; it must be at least 1.")
+        asked = dataclasses.replace(asked, test_seeds=tuple(range(seeds)))
+    before, after = flatten(shown), flatten(asked)
+    changed = sorted(name for name in after if after[name] != before[name])
+    owned = {"train.learning_rate": "--rates"} | {
+        f"train.{name}": "the arms" for arm in experiment.arms for name in arm.settings
+    }
+    for name in changed:
+        if name in owned:
+            raise ReproError(f"{name} is set by {owned[name]} in this experiment, so it cannot be changed for all runs.")
+    shape = [name for name in changed if name.removeprefix("train.") in SHAPE_FIELDS]
+    if shape:
+        if "sizes" in changed or not single:
+            raise ReproError(f"{shape[0]} and a named size contradict each other; give the one or the other.")
+        asked = dataclasses.replace(asked, sizes=("custom",))
+    else:
+        asked = dataclasses.replace(asked, train=preset.train if not changed else _shape_of(asked, preset))
+    if changed and "evidence" not in changed:
+        asked = dataclasses.replace(asked, evidence=False)
+    return asked, changed
+
+
+def _shape_of(asked: Preset, preset: Preset) -> Any:
+    """`asked.train` with the shape fields of the stored preset, which its sizes replace anyway."""
+    train = asked.train
+    own = {n: getattr(preset.train, n) for n in SHAPE_FIELDS if "." not in n}
+    model = {n.removeprefix("model."): getattr(preset.train.model, n.removeprefix("model.")) for n in SHAPE_FIELDS if "." in n}
+    return dataclasses.replace(train, model=dataclasses.replace(train.model, **model), **own)

@@ -1,0 +1,219 @@
+"""Runs an experiment: follows its plan, trains what it asks for, judges, and leaves a run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import errno
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import polars as pl
+
+import repro
+from repro.claims import Cell, Experiment, Run, Runs, Verdict, decide_all, gather, rule_hash
+from repro.data import Corpus, load_corpus
+from repro.errors import ReproError
+from repro.report import draw, write_report
+from repro.report.record import SCHEMA, RunFolder, write_json
+from repro.report.tensorboard import write_events
+from repro.train import Lane, Progress, TrainConfig, lane_mesh, prepare, summarise, train, with_settings
+from repro.train.ledgers import ledgers
+from repro.train.preset import Preset
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
+
+
+def versions() -> dict[str, str]:
+    return {"repro": repro.__version__, "python": platform.python_version()} | {p: version(p) for p in PACKAGES}
+
+
+def hardware() -> dict[str, Any]:
+    """What ran it, without names of hosts or paths."""
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform, "device": devices[0].device_kind, "devices": len(devices),
+        "cpu_cores": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Lanes of one structure at one size that train together."""
+
+    config: TrainConfig
+    lanes: tuple[tuple[Cell, TrainConfig, int], ...]
+    """(cell, configuration, seed) of each."""
+
+    def key(self, corpus: Corpus) -> str:
+        """A name that is the same in every attempt."""
+        text = json.dumps(
+            [[dataclasses.asdict(config), seed, cell.point, cell.phase, cell.arm] for cell, config, seed in self.lanes]
+            + [corpus.sha256],
+            sort_keys=True,
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def lane_config(experiment: Experiment, preset: Preset, cell: Cell) -> TrainConfig:
+    """The whole configuration of a cell: the preset's at its size, the arm's and the cell's settings, the rate."""
+    settings = experiment.settings(cell) | {"learning_rate": cell.rate}
+    return with_settings(preset.config(cell.size), settings)
+
+
+def jobs(experiment: Experiment, preset: Preset, cells: Iterable[Cell], most_lanes: int) -> Iterator[Job]:
+    """Cells grouped by structure, in the order in which structures first appear, at most `most_lanes` to a job."""
+    groups: dict[TrainConfig, list[tuple[Cell, TrainConfig, int]]] = {}
+    for cell in cells:
+        config = lane_config(experiment, preset, cell)
+        groups.setdefault(config.structure(), []).extend((cell, config, seed) for seed in cell.seeds)
+    for structure, lanes in groups.items():
+        for start in range(0, len(lanes), most_lanes):
+            yield Job(structure, tuple(lanes[start : start + most_lanes]))
+
+
+def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
+    """Per-step metrics as rows; `head_logits` is a list over layers and heads."""
+    steps, lanes = curves["loss"].shape
+    repeat = lambda values, dtype=None: pl.Series(np.repeat(np.array(values), steps), dtype=dtype)
+    cells = [cell for cell, _, _ in job.lanes]
+    columns: dict[str, Any] = {name: repeat([getattr(c, name) for c in cells]) for name in ("arm", "size", "point", "phase")}
+    columns["rate"] = repeat([cell.rate for cell in cells], pl.Float64)
+    columns["seed"] = repeat([seed for _, _, seed in job.lanes], pl.Int64)
+    columns["step"] = pl.Series(np.tile(np.arange(steps), lanes), dtype=pl.Int32)
+    for name, values in curves.items():
+        flat = np.moveaxis(values, 1, 0).reshape(lanes * steps, -1)
+        columns[name] = pl.Series(flat[:, 0] if values.ndim == 2 else list(flat), dtype=None if values.ndim == 2 else pl.List(pl.Float32))
+    return pl.DataFrame(columns)
+
+
+class Watcher:
+    """What the command line shows; the base class shows nothing."""
+
+    def compiling(self, jobs: list[Job]) -> None:
+        """The programs of these jobs are being compiled."""
+
+    def job(self, job: Job, number: int) -> None:
+        """A job begins."""
+
+    def progress(self, progress: Progress) -> None:
+        """A chunk of it is done."""
+
+    def job_done(self, job: Job, resumed: bool) -> None:
+        """A job is complete, or was complete already."""
+
+
+def describe(experiment: Experiment, preset_name: str, preset: Preset, corpus: Corpus, changed: list[str]) -> dict[str, Any]:
+    """run.json as it stands before the first step."""
+    first = experiment.arms[0]
+    evidence = {
+        "baseline": f"every arm against {first.label} or {experiment.arms[1].label}, paired by seed",
+        "seeds": f"{len(preset.test_seeds)} for the test, {len(preset.tuning_seeds)} others for tuning",
+        "budget": f"{preset.train.steps} steps for every arm",
+    }
+    size = preset.sizes[0]
+    per_arm = {
+        arm.name: ledgers(with_settings(preset.config(size), dict(arm.settings)), evidence) for arm in experiment.arms
+    }
+    return {
+        "schema": SCHEMA, "experiment": experiment.name, "title": experiment.title, "preset_name": preset_name,
+        "preset": dataclasses.asdict(preset), "changed": changed, "rule_hash": rule_hash(experiment, preset),
+        "corpus": {
+            "name": corpus.name, "sha256": corpus.sha256, "hash_scope": corpus.hash_scope,
+            "provenance": corpus.provenance, "tokens": len(corpus.tokens), "entropy_floor": corpus.entropy_floor,
+        },
+        "configs": {s: dataclasses.asdict(preset.config(s)) for s in dict.fromkeys((*preset.sizes, *preset.trend_sizes))},
+        "versions": versions(), "hardware": hardware(), "started": datetime.date.today().isoformat(),
+        "ledgers": per_arm[first.name], "ledgers_by_arm": per_arm,
+    }  # fmt: skip
+
+
+def execute(
+    experiment: Experiment, preset_name: str, preset: Preset, folder: RunFolder, *, changed: list[str] = [], watcher: Watcher | None = None
+) -> tuple[Verdict, ...]:
+    """Runs, or continues, everything that `folder` does not hold yet, and seals it with the verdicts.
+
+    Raises `ReproError` for what a user can mend, among it a full disk; what was finished stays and can be resumed.
+    """
+    watcher = watcher or Watcher()
+    experiment.check(preset)
+    corpus = load_corpus(preset.data)
+    started = time.monotonic()
+    mesh = lane_mesh()
+    curves: list[pl.DataFrame] = []
+    number = 0
+
+    def run_cells(cells: list[Cell]) -> Runs:
+        nonlocal number
+        found = Runs()
+        asked = {}
+        for job in jobs(experiment, preset, cells, preset.lanes_per_device * mesh.shape["seed"]):
+            number += 1
+            asked[f"{number:03d}-{job.key(corpus)}"] = job
+        missing = [job for key, job in asked.items() if not folder.has_job(key)]
+        if missing:
+            watcher.compiling(missing)
+            prepare([(job.config, len(job.lanes)) for job in missing], corpus, mesh)
+        for key, job in asked.items():
+            stored = folder.read_job(key)
+            if stored is None:
+                watcher.job(job, int(key[:3]))
+                stored = _train_job(job, corpus, mesh, folder, key, watcher)
+                folder.write_job(key, *stored)
+                write_events(folder.path / "tensorboard", stored[1], [c for c in stored[1].columns if stored[1][c].dtype == pl.Float32])
+                watcher.job_done(job, resumed=False)
+            else:
+                watcher.job_done(job, resumed=True)
+            found += stored[0]
+            curves.append(stored[1])
+        return found
+
+    try:
+        if not (folder.path / "run.json").is_file():
+            write_json(folder.path / "run.json", describe(experiment, preset_name, preset, corpus, changed))
+        runs = gather(experiment, preset, run_cells)
+        verdicts = decide_all(experiment.claims_for(preset), runs)
+        table = pl.concat(curves)
+        folder.write_results(runs, table)
+        record = folder.read("run.json")
+        record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - started, 1)
+        write_json(folder.path / "run.json", record)
+        figures = draw(experiment, table.drop("head_logits"), runs, verdicts, folder.path / "figures")
+        write_report(folder.path / "report.md", experiment, preset, record, runs, verdicts, figures)
+        folder.seal(
+            {
+                "experiment": experiment.name, "preset": preset_name, "evidence": preset.evidence,
+                "rule_hash": record["rule_hash"], "verdicts": [v.to_json() for v in verdicts],
+            }  # fmt: skip
+        )
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise ReproError(
+                f"the disk is full while writing to {folder.path}; free some space and continue with `repro resume {folder.path}`."
+            ) from error
+        raise
+    return verdicts
+
+
+def _train_job(
+    job: Job, corpus: Corpus, mesh: jax.sharding.Mesh, folder: RunFolder, key: str, watcher: Watcher
+) -> tuple[Runs, pl.DataFrame]:
+    lanes = [Lane(config.numbers(), seed) for _, config, seed in job.lanes]
+    result = train(
+        job.config, lanes, corpus, mesh=mesh, checkpoints=folder.checkpoints / key, on_chunk=watcher.progress
+    )
+    scalars = summarise(result, np.array([config.tau for _, config, _ in job.lanes]))
+    runs = Runs(
+        Run(cell.arm, seed, metrics, point=cell.point, size=cell.size, rate=cell.rate, phase=cell.phase)
+        for (cell, _, seed), metrics in zip(job.lanes, scalars, strict=True)
+    )
+    return runs, curves_table(job, result.curves)

@@ -1,0 +1,106 @@
+"""What one training run is: the structure that is compiled and the numbers that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+from repro.errors import ReproError
+from repro.models import SIZES, ModelConfig
+
+NUMERIC = ("learning_rate", "weight_decay", "tau", "z_loss")
+"""Settings that enter the compiled program as arguments; all others are part of its structure."""
+
+SHAPE_FIELDS = ("model.layers", "model.width", "model.heads", "model.ffn", "length", "batch_size")
+"""Settings that a named size decides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Raises `ReproError` for settings that contradict each other."""
+
+    model: ModelConfig = ModelConfig()
+    length: int = 64
+    """Tokens per window (T)."""
+    batch_size: int = 16
+    """Windows per step (B)."""
+    steps: int = 300
+    optimizer: Literal["adamw", "muon"] = "muon"
+    learning_rate: float = 0.01
+    """Peak rate, the same for matrices and for all other parameters."""
+    warmup: float = 0.1
+    """Fraction of the steps over which the rate rises linearly."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final_fraction: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+    weight_decay: float = 0.0
+    decay: Literal["coupled", "independent"] = "coupled"
+    """Coupled: W shrinks by rate * decay per step. Independent: by schedule fraction * decay."""
+    tau: float = math.inf
+    """QK-Clip threshold; inf is off. Any finite value needs plain attention logits."""
+    z_loss: float = 0.0
+    """Coefficient of mean (log Z)^2 of the output logits, added to the loss."""
+    eval_windows: int = 64
+    """Fixed validation windows that the final loss is a mean over."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch_size", "steps", "eval_windows"):
+            if getattr(self, name) < 1:
+                raise ReproError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ReproError(f"train.learning_rate is {self.learning_rate}; it must be positive and finite.")
+        for name in ("weight_decay", "z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ReproError(f"train.{name} is {getattr(self, name)}; it must be zero or positive, and finite.")
+        if not 0 <= self.warmup < 1 or not 0 <= self.final_fraction <= 1:
+            raise ReproError("train.warmup must lie in [0, 1) and train.final_fraction in [0, 1].")
+        if not self.tau > 0:
+            raise ReproError(f"train.tau is {self.tau}; it must be positive, or inf for no clip.")
+        if math.isfinite(self.tau) and (self.model.qk_norm != "none" or self.model.soft_cap):
+            raise ReproError(
+                "train.tau asks for QK-Clip beside QK norm or a soft-cap, which would undo or hide what it does; "
+                "set tau to inf, or qk_norm to none and soft_cap to 0."
+            )
+
+    def numbers(self) -> Numbers:
+        return Numbers(*(getattr(self, name) for name in NUMERIC))
+
+    def structure(self) -> TrainConfig:
+        """This config with its numbers set to their defaults: runs of equal structure share one compiled program."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: defaults[name] for name in NUMERIC})
+
+
+class Numbers(NamedTuple):
+    """The numeric settings of one run, or arrays of them over lanes."""
+
+    learning_rate: Any
+    weight_decay: Any
+    tau: Any
+    z_loss: Any
+
+
+def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
+    """`config` with dotted fields replaced, such as `{"tau": 100.0, "model.qk_norm": "rms"}`.
+
+    Raises `ReproError` naming a field that does not exist.
+    """
+    model = {name.removeprefix("model."): value for name, value in settings.items() if name.startswith("model.")}
+    own = {name: value for name, value in settings.items() if not name.startswith("model.")}
+    for kind, names, prefix in ((TrainConfig, own, ""), (ModelConfig, model, "model.")):
+        known = [f.name for f in dataclasses.fields(kind)]
+        for name in names:
+            if name not in known:
+                raise ReproError(f"setting {prefix}{name} does not exist; there is {', '.join(prefix + k for k in known)}.")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model), **own)
+
+
+def at_size(config: TrainConfig, size: str) -> TrainConfig:
+    """`config` at a named size of `repro.models.SIZES`: its model shape, window length and batch."""
+    if size not in SIZES:
+        raise ReproError(f"size {size!r} is unknown; known are {', '.join(SIZES)}.")
+    chosen = SIZES[size]
+    return dataclasses.replace(
+        config, model=chosen.apply(config.model), length=chosen.length, batch_size=chosen.batch_size
+    )

@@ -1,0 +1,229 @@
+"""The training loop: lanes of one structure, steps scanned in chunks, one transfer of metrics per chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from repro.data import Corpus
+from repro.errors import ReproError
+from repro.train.checkpoint import Checkpoints
+from repro.train.config import Numbers, TrainConfig
+from repro.train.mesh import Seats, batched, lane_mesh, over_lanes, place
+from repro.train.step import Metrics, Program, TrainState
+
+
+# Steps per chunk. On a CPU, where lanes run one after another, short chunks cost nothing and show progress.
+_STEPS_BATCHED, _STEPS_ONE_BY_ONE = 50, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One run inside a job: its numbers and its seed (of initialisation and of data order)."""
+
+    numbers: Numbers
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a job is after a chunk. `metrics` has the axes [steps of the chunk, lanes, ...]."""
+
+    step: int
+    steps: int
+    lanes: int
+    tokens_per_second: float
+    metrics: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobResult:
+    """`curves`: per-step metrics [steps, lanes, ...]; `final`: evaluation after training [lanes]."""
+
+    curves: dict[str, np.ndarray]
+    final: dict[str, np.ndarray]
+    params: Any
+    """Parameters [lanes, ...] on the host."""
+
+
+def chunk_length(steps: int, most: int) -> int:
+    """The largest number of steps up to `most` that divides `steps`, or `most` itself (and a shorter last chunk, which
+    costs one more compilation) where that would be under half of it."""
+    most = min(most, steps)
+    best = max(k for k in range(1, most + 1) if steps % k == 0)
+    return best if 2 * best > most else most
+
+
+def steps_per_chunk(config: TrainConfig, mesh: jax.sharding.Mesh) -> int:
+    return chunk_length(config.steps, _STEPS_BATCHED if batched(mesh) else _STEPS_ONE_BY_ONE)
+
+
+class Compiled:
+    """The compiled programs of one structure on one mesh: `init(counts, seeds)`, `chunk(steps)(counts, state, windows,
+    numbers)` and `evaluate(counts, params, windows)`, all over seats."""
+
+    def __init__(self, config: TrainConfig, seats: Seats, token_type: str) -> None:
+        self.program = Program(config)
+        self._config, self._token_type, self._mesh = config, token_type, seats.mesh
+        over = functools.partial(over_lanes, mesh=seats.mesh)
+        by_seat = NamedSharding(seats.mesh, P("seed"))
+        self._array = lambda shape, dtype: jax.ShapeDtypeStruct((seats.total, *shape), dtype, sharding=by_seat)
+        self._counts = jax.ShapeDtypeStruct(seats.counts.shape, seats.counts.dtype, sharding=by_seat)
+        like = lambda tree: jax.tree.map(lambda x: self._array(x.shape[1:], x.dtype), tree)
+        seeds = self._array((), np.uint32)
+        init = jax.jit(over(self.program.init))
+        self._state = like(jax.eval_shape(init, self._counts, seeds))
+        self._over, self._chunks = over, {}
+        windows = jax.ShapeDtypeStruct(
+            (config.eval_windows, config.length + 1), token_type, sharding=NamedSharding(seats.mesh, P())
+        )
+        self.init = init.lower(self._counts, seeds).compile()
+        evaluate = jax.jit(over(self.program.evaluate, shared=1))
+        self.evaluate = evaluate.lower(self._counts, self._state.params, windows).compile()
+        self.chunk(steps_per_chunk(config, seats.mesh))
+
+    def _lowered(self, steps: int) -> jax.stages.Lowered:
+        program, config = self.program, self._config
+
+        def chunk(state: TrainState, windows_SBT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
+            return jax.lax.scan(lambda s, window: program.step(s, window, numbers), state, windows_SBT1)
+
+        windows = self._array((steps, config.batch_size, config.length + 1), self._token_type)
+        numbers = Numbers(*[self._array((), np.float32)] * len(Numbers._fields))
+        return jax.jit(self._over(chunk), donate_argnums=1).lower(self._counts, self._state, windows, numbers)
+
+    def chunk(self, steps: int) -> Callable[..., tuple[TrainState, Metrics]]:
+        """The program of `steps` steps, compiled at its first use."""
+        if steps not in self._chunks:
+            self._chunks[steps] = self._lowered(steps).compile()
+        return self._chunks[steps]
+
+    def metrics_like(self, steps: int, lanes: int) -> dict[str, np.ndarray]:
+        """Empty metrics [steps, lanes, ...] with the types that a chunk returns."""
+        shapes = self._lowered(1).out_info[1]
+        return {name: np.zeros((steps, lanes, *v.shape[2:]), v.dtype) for name, v in shapes.items()}
+
+
+_compiled: dict[Any, Compiled] = {}
+
+
+def compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> Compiled:
+    """One set of programs per structure, mesh and number of seats for the whole process."""
+    token_type = "uint16" if corpus.vocab_size <= 2**16 else "uint32"
+    key = (config.structure(), seats.mesh, seats.total, token_type)
+    if key not in _compiled:
+        _compiled[key] = Compiled(config.structure(), seats, token_type)
+    return _compiled[key]
+
+
+def prepare(jobs: Sequence[tuple[TrainConfig, int]], corpus: Corpus, mesh: jax.sharding.Mesh | None = None) -> None:
+    """Compiles the programs of several jobs, given as (config, lanes), side by side: XLA leaves cores idle otherwise."""
+    mesh = lane_mesh() if mesh is None else mesh
+    distinct = {config.structure(): lanes for config, lanes in jobs}
+    with ThreadPoolExecutor(max_workers=max(1, min(len(distinct), os.cpu_count() or 1))) as pool:
+        for done in [pool.submit(compiled, c, Seats(n, mesh), corpus) for c, n in distinct.items()]:
+            done.result()
+
+
+def identity(config: TrainConfig, lanes: Sequence[Lane], corpus: Corpus) -> str:
+    """A hash of everything that a job's result depends on, beside the versions of the libraries."""
+    text = json.dumps(
+        [dataclasses.asdict(config.structure()), [(*lane.numbers, lane.seed) for lane in lanes], corpus.sha256],
+        sort_keys=True,
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def train(
+    config: TrainConfig,
+    lanes: Sequence[Lane],
+    corpus: Corpus,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    checkpoints: Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    on_chunk: Callable[[Progress], None] = lambda progress: None,
+) -> JobResult:
+    """Trains all lanes of one structure and evaluates them on the fixed validation windows.
+
+    The next chunk is dispatched before the metrics of the last one are read, so devices do not wait for the host. With
+    `checkpoints` a job saves itself there about every `checkpoint_seconds` at a chunk boundary, and continues from the
+    newest save with the bits of an uninterrupted job. Raises `ReproError` for tokens beyond the model's vocabulary, a
+    text that is too short, or a checkpoint of another configuration.
+    """
+    if corpus.vocab_size > config.model.vocab_size:
+        raise ReproError(
+            f"corpus {corpus.name} has {corpus.vocab_size} token ids and the model {config.model.vocab_size}; "
+            f"set train.model.vocab-size to at least {corpus.vocab_size}."
+        )
+    mesh = lane_mesh() if mesh is None else mesh
+    windows = place(corpus.validation(config.eval_windows, config.length), mesh, lanes=False)
+
+    seats = Seats(len(lanes), mesh)
+    programs = compiled(config, seats, corpus)
+    numbers = seats.put(Numbers(*(np.array(column, np.float32) for column in zip(*(n.numbers for n in lanes), strict=True))))
+    seeds, seed_of = np.unique([lane.seed for lane in lanes], return_inverse=True)
+    state = programs.init(seats.counts, seats.put(np.array([lane.seed for lane in lanes], np.uint32)))
+
+    done, curves = 0, []
+    saves = None if checkpoints is None else Checkpoints(checkpoints)
+    name = identity(config, lanes, corpus)
+    if saves is not None and (latest := saves.latest()) is not None:
+        state, past = saves.restore(latest, name, state, programs.metrics_like(latest, len(lanes)))
+        done, curves = latest, [past]
+
+    def batches(start: int, stop: int) -> jax.Array:
+        of_seeds = corpus.batches(
+            seeds.tolist(), range(start, stop), batch_size=config.batch_size, length=config.length
+        )
+        return seats.put(np.moveaxis(of_seeds[:, seed_of], 1, 0))
+
+    length = steps_per_chunk(config, mesh)
+    tokens = config.batch_size * config.length * len(lanes)
+    clock = saved_at = time.monotonic()
+    pending: list[tuple[int, int, Metrics]] = []
+
+    def collect() -> None:
+        nonlocal clock
+        start, stop, metrics = pending.pop(0)
+        curves.append({name: np.moveaxis(values, 1, 0) for name, values in seats.take(metrics).items()})
+        now = time.monotonic()
+        rate = tokens * (stop - start) / max(now - clock, 1e-9)
+        on_chunk(Progress(stop, config.steps, len(lanes), rate, curves[-1]))
+        clock = now
+
+    while done < config.steps:
+        stop = min(done + length, config.steps)
+        state, metrics = programs.chunk(stop - done)(seats.counts, state, batches(done, stop), numbers)
+        pending.append((done, stop, metrics))
+        done = stop
+        if len(pending) > 1:
+            collect()
+        if saves is not None and done < config.steps and time.monotonic() - saved_at >= checkpoint_seconds:
+            while pending:
+                collect()
+            saves.save(done, name, state, _joined(curves))
+            saved_at = time.monotonic()
+    while pending:
+        collect()
+    final = seats.take(programs.evaluate(seats.counts, state.params, windows))
+    if saves is not None:
+        saves.close()
+    return JobResult(_joined(curves), final, seats.take(state.params))
+
+
+def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,98 @@
+"""One training step of one run, and its evaluation, as pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from repro.models import Output, abstract, declarations, functional
+from repro.optim import adamw, from_declarations, muon, qk_clip
+from repro.train.config import Numbers, TrainConfig
+from repro.train.schedule import fraction
+
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a run carries from step to step."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def cross_entropy(logits_BTZ: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean cross entropy in nats, and mean squared log Z of the output logits (the z-loss without its coefficient;
+    Wortsman et al., arXiv 2309.14322, section 3.1.2)."""
+    log_z_BT = jax.nn.logsumexp(logits_BTZ, -1)
+    chosen_BT = jnp.take_along_axis(logits_BTZ, targets_BT[..., None], -1)[..., 0]
+    return jnp.mean(log_z_BT - chosen_BT), jnp.mean(log_z_BT**2)
+
+
+class Program:
+    """The functions of one structure: `init(seed)`, `step(state, window_BT1, numbers)`, `evaluate(params, windows)`.
+
+    All are pure and written for a single run; the engine maps them over runs.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config.structure()
+        self._init_params, self.apply = functional(config.model)
+        self.layouts = from_declarations(declarations(abstract(config.model)))
+
+    def optimizer(self, numbers: Numbers, part: jax.Array | float) -> optax.GradientTransformation:
+        """The optimizer at the fraction `part` of its schedule. Its state does not depend on either argument."""
+        decay = numbers.weight_decay * part if self.config.decay == "independent" else numbers.weight_decay
+        settings = dict(weight_decay=decay, decay=self.config.decay)
+        rate = numbers.learning_rate * part
+        if self.config.optimizer == "muon":
+            return muon(rate, layouts=self.layouts, **settings)
+        return adamw(rate, **settings)
+
+    def init(self, seed: jax.Array) -> TrainState:
+        params = self._init_params(jax.random.key(seed))
+        opt_state = self.optimizer(Numbers(1.0, 0.0, jnp.inf, 0.0), 1.0).init(params)
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+    def loss(self, params: Any, window_BT1: jax.Array, z_loss: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Output]]:
+        """The training loss; beside it the plain cross entropy and the model's output."""
+        output = self.apply(params, window_BT1[:, :-1])
+        ce, log_z_squared = cross_entropy(output.logits, window_BT1[:, 1:])
+        return ce + z_loss * log_z_squared + output.aux_loss, (ce, output)
+
+    def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
+        """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
+        window_BT1 = window_BT1.astype(jnp.int32)
+        grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss)
+        tx = self.optimizer(numbers, fraction(self.config, state.step))
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        stats = output.stats
+        if self.config.model.qk_norm == "none" and not self.config.model.soft_cap:
+            params = qk_clip(params, stats.max_logit, tau=numbers.tau, layouts=self.layouts)
+        metrics = {
+            "loss": ce,
+            "max_logit": stats.max_logit.max(),
+            "max_abs_logit": stats.max_abs_logit.max(),
+            "max_capped_logit": stats.max_capped_logit.max(),
+            "entropy_mean": stats.entropy.mean(),
+            "entropy_min": stats.entropy.min(),
+            "clipped_share": jnp.mean(stats.max_logit > numbers.tau),
+            "activation_max": stats.activation_max.max(),
+            "activation_rms": stats.activation_rms[-1],
+            "grad_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
+            "head_logits": stats.max_logit,
+        }
+        return TrainState(params, opt_state, state.step + 1), metrics
+
+    def evaluate(self, params: Any, windows_NT1: jax.Array) -> Metrics:
+        """Cross entropy and largest logit over fixed windows."""
+        _, (ce, output) = self.loss(params, windows_NT1.astype(jnp.int32), 0.0)
+        return {"loss": ce, "eval_max_logit": output.stats.max_logit.max()}

@@ -1,0 +1,60 @@
+"""The scalars of a finished run that criteria read, from its curves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from repro.train.loop import JobResult
+
+
+def tail(steps: int) -> int:
+    """The last tenth of a run, at least one step."""
+    return max(1, steps // 10)
+
+
+def summarise(result: JobResult, taus: np.ndarray) -> list[dict[str, float]]:
+    """One dict of scalars per lane. `taus` are the clip thresholds [lanes].
+
+    loss: validation cross entropy at the end, nats; eval_max_logit: the largest logit there.
+    train_loss: mean over the last tenth of the steps; initial_loss: at step 0.
+    max_logit: geometric mean over the last tenth of each step's largest logit (floored at 1e-3, for a logarithm), and
+    so max_abs_logit; max_capped_logit: largest over all steps; peak_max_logit: largest over all steps.
+    early_max_logit: geometric mean over the first ten steps, before the rate is large.
+    clipped_share_last, clipped_share_peak: share of (head, step) pairs above tau in the last tenth, and in the tenth
+    where it was largest; clipped_heads_ever: share of heads that were above tau at least once.
+    entropy_min: least attention entropy of a head in the last tenth, nats. activation_max: largest over all steps.
+    A run whose loss is not finite reports inf as its loss.
+    """
+    curves, final = result.curves, result.final
+    steps, lanes = curves["loss"].shape
+    end = tail(steps)
+    rows = []
+    for lane in range(lanes):
+        own = {name: values[:, lane].astype(np.float64) for name, values in curves.items()}
+        clipped = own["clipped_share"]
+        tenths = [part.mean() for part in np.array_split(clipped, min(10, steps))]
+        heads = own["head_logits"].reshape(steps, -1)
+        loss = float(final["loss"][lane])
+        rows.append(
+            {
+                "loss": loss if np.isfinite(loss) else np.inf,
+                "eval_max_logit": float(final["eval_max_logit"][lane]),
+                "train_loss": float(own["loss"][-end:].mean()),
+                "initial_loss": float(own["loss"][0]),
+                "max_logit": _geometric(own["max_logit"][-end:]),
+                "max_abs_logit": _geometric(own["max_abs_logit"][-end:]),
+                "max_capped_logit": float(own["max_capped_logit"].max()),
+                "peak_max_logit": float(own["max_logit"].max()),
+                "early_max_logit": _geometric(own["max_logit"][:10]),
+                "clipped_share_last": float(tenths[-1]),
+                "clipped_share_peak": float(max(tenths)),
+                "clipped_heads_ever": float((heads > taus[lane]).any(0).mean()),
+                "entropy_min": float(own["entropy_min"][-end:].mean()),
+                "activation_max": float(own["activation_max"].max()),
+            }
+        )
+    return rows
+
+
+def _geometric(values: np.ndarray) -> float:
+    return float(np.exp(np.log(np.maximum(values, 1e-3)).mean()))

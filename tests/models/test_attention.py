@@ -1,0 +1,212 @@
+"""Attention and its statistics against loops over batch, head and position in float64."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import repro.models.attention
+from repro.models import ModelConfig, MultiHeadAttention
+
+B, T, D, H, K = 2, 5, 8, 2, 4
+KINDS = {
+    "plain": {},
+    "rms": {"qk_norm": "rms"},
+    "layer": {"qk_norm": "layer"},
+    "soft_cap": {"soft_cap": 3.0},
+    "layer and soft_cap": {"qk_norm": "layer", "soft_cap": 1.5},
+}
+
+
+def config_of(kind):
+    return ModelConfig(layers=2, width=D, heads=H, ffn=8, rope_theta=10.0, norm_eps=1e-3, **KINDS[kind])
+
+
+def make_weights(kind, seed=0, scale=0.7):
+    rng = np.random.default_rng(seed)
+    w = {n: rng.normal(size=(D, H, K)) * scale for n in ("q_DHK", "k_DHK", "v_DHV")} | {"o_HVD": rng.normal(size=(H, K, D))}
+    if "qk_norm" in KINDS[kind]:
+        w |= {n: 1 + rng.normal(size=K) for n in ("q_gain_K", "k_gain_K")}
+    return {n: x.astype(np.float32) for n, x in w.items()}
+
+
+X = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
+
+
+def with_weights(config, w):
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: MultiHeadAttention(config, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(state, w)
+    return nnx.merge(graphdef, state)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def module(config, w, x):
+    return with_weights(config, w)(x)
+
+
+@functools.cache
+def of_module(kind):
+    return module(config_of(kind), make_weights(kind), X)
+
+
+def by_loops(kind, wrong=""):
+    """The definition, one query position of one head at a time. `wrong` names a deliberate error."""
+    config, w = config_of(kind), {n: np.float64(x) for n, x in make_weights(kind).items()}
+    x, eps = np.float64(X), config.norm_eps
+    out = np.zeros((B, T, D))
+    found = {n: [[] for _ in range(H)] for n in ("max_logit", "max_abs_logit", "max_capped_logit", "entropy")}
+
+    def turn(v, t):
+        z = (v[: K // 2] + 1j * v[K // 2 :]) * np.exp(1j * t * config.rope_theta ** (-2 * np.arange(K // 2) / K))
+        return np.concatenate([z.real, z.imag])
+
+    def norm(v, gain):
+        if config.qk_norm == "none" or wrong == "no qk-norm":
+            return v
+        if (config.qk_norm == "layer") != (wrong == "other norm"):
+            v = v - v.mean()
+        return v / np.sqrt((v * v).mean() + eps) * (1.0 if wrong == "no gain" else gain)
+
+    def ready(weight, gain, b, t, h):
+        v = x[b, t] @ weight[:, h]
+        if wrong == "norm after rope":
+            return norm(turn(v, t), gain)
+        return turn(norm(v, gain), 0 if wrong == "no rope" else t)
+
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                q = ready(w["q_DHK"], w.get("q_gain_K"), b, t, h)
+                raw = np.array([q @ ready(w["k_DHK"], w.get("k_gain_K"), b, s, h) for s in range(T)])
+                raw = raw / (K if wrong == "scale 1/K" else D**0.5 if wrong == "scale by width" else K**0.5)
+                seen = raw
+                if config.soft_cap and wrong != "no cap":
+                    seen = np.clip(raw, -config.soft_cap, config.soft_cap) if wrong == "hard cap" else config.soft_cap * np.tanh(raw / config.soft_cap)
+                visible = np.arange(T) < t if wrong == "strict mask" and t else np.arange(T) <= t
+                if wrong == "no mask":
+                    visible[:] = True
+                p = np.where(visible, np.exp(seen), 0)
+                p = p / p.sum()
+                mixed = sum(p[s] * (x[b, s] @ w["v_DHV"][:, h]) for s in range(T))
+                out[b, t] += mixed @ w["o_HVD"][h]
+                here = np.ones(T, bool) if wrong == "masked counted" else visible
+                found["max_logit"][h].append(max(np.abs(raw[here]) if wrong == "absolute" else seen[here] if wrong == "after cap" else raw[here]))
+                found["max_abs_logit"][h].append(max(raw[here] if wrong == "signed" else np.abs(raw[here])))
+                found["max_capped_logit"][h].append(max(np.abs(raw[here] if wrong == "before cap" else seen[here])))
+                entropy = -sum(v * (np.log2(v) if wrong == "bits" else np.log(v)) for v in p if v > 0)
+                found["entropy"][h].append(entropy)
+    reduce = {"entropy": np.max if wrong == "largest entropy" else np.mean}
+    return out, {n: np.array([reduce.get(n, np.max)(v) for v in heads]) for n, heads in found.items()}
+
+
+def same(got, want):
+    np.testing.assert_allclose(got[0], want[0], atol=3e-5)
+    assert set(got[1]) == set(want[1])
+    for name in want[1]:
+        assert got[1][name].shape == (H,) and got[1][name].dtype == jnp.float32
+        np.testing.assert_allclose(got[1][name], want[1][name], atol=3e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_loops_over_heads_and_positions(kind):
+    same(of_module(kind), by_loops(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        *(("plain", w) for w in ["scale 1/K", "scale by width", "no mask", "strict mask", "no rope", "absolute", "signed",
+                                 "masked counted", "bits", "largest entropy"]),
+        *((kind, w) for kind in ("rms", "layer") for w in ["no qk-norm", "other norm", "no gain", "norm after rope"]),
+        *(("soft_cap", w) for w in ["no cap", "hard cap", "after cap", "before cap"]),
+    ],
+)  # fmt: skip
+def test_the_same_check_finds(kind, wrong):
+    with pytest.raises(AssertionError):
+        same(of_module(kind), by_loops(kind, wrong))
+
+
+def test_capped_maximum_equals_the_absolute_one_without_a_cap():
+    stats = of_module("plain")[1]
+    np.testing.assert_array_equal(stats["max_capped_logit"], stats["max_abs_logit"])
+    stats = of_module("soft_cap")[1]
+    assert (stats["max_capped_logit"] < 3.0).all() and (stats["max_abs_logit"] > 3.0).any()
+
+
+def test_layer_norm_bounds_the_logits():
+    # |q| and |k| are at most sqrt(K) times the gain, and queries equal to keys reach it at t = s.
+    config = config_of("layer")
+    w = make_weights("layer") | {"q_gain_K": np.full(K, 1.5, np.float32), "k_gain_K": np.full(K, 2.0, np.float32)}
+    bound = K**0.5 * 1.5 * 2.0
+    for factor in [1.0, 1e3]:
+        stats = module(config, w | {"q_DHK": w["q_DHK"] * factor, "k_DHK": w["k_DHK"] * factor}, X)[1]
+        assert (stats["max_abs_logit"] <= bound * (1 + 1e-6)).all()
+    stats = module(config, w | {"q_DHK": w["q_DHK"] * 1e3, "k_DHK": w["q_DHK"] * 1e3}, X)[1]
+    np.testing.assert_allclose(stats["max_logit"], bound, rtol=1e-4)
+    free = {n: x for n, x in w.items() if "gain" not in n}
+    stats = module(config_of("plain"), free | {"q_DHK": free["q_DHK"] * 1e3}, X)[1]
+    assert (stats["max_abs_logit"] > 10 * bound).all()
+
+
+def test_entropy_of_uniform_and_of_sharp_attention():
+    w = make_weights("plain")
+    flat = module(config_of("plain"), w | {"q_DHK": 0 * w["q_DHK"]}, X)[1]
+    np.testing.assert_allclose(flat["entropy"], np.mean(np.log(np.arange(1, T + 1))), rtol=1e-6)
+    sharp = module(config_of("plain"), w | {"q_DHK": 1e5 * w["q_DHK"]}, X)[1]
+    assert (sharp["entropy"] < 1e-3).all() and (sharp["entropy"] >= 0).all()
+
+
+def test_huge_logits_stay_finite():
+    w = make_weights("plain")
+    out, stats = module(config_of("plain"), w | {"q_DHK": 1e15 * w["q_DHK"], "k_DHK": 1e15 * w["k_DHK"]}, X)
+    assert np.isfinite(out).all() and (stats["max_abs_logit"] > 1e29).all() and np.isfinite(stats["entropy"]).all()
+
+
+def test_bfloat16_inputs_keep_float32_logits():
+    out, stats = module(config_of("plain"), make_weights("plain"), jnp.asarray(X, jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16 and {s.dtype for s in stats.values()} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(np.asarray(out, np.float32), of_module("plain")[0], atol=0.3)
+    np.testing.assert_allclose(stats["max_logit"], of_module("plain")[1]["max_logit"], rtol=0.05)
+
+
+def statistics_leave_the_gradient_alone(statistic):
+    """Adding a statistic to the loss changes no gradient."""
+
+    @functools.partial(jax.jit, static_argnames="weight")
+    def gradient(w, weight):
+        def loss(w):
+            out, stats = with_weights(config_of("layer and soft_cap"), w)(jnp.asarray(X))
+            return (out**2).mean() + weight * statistic(out, stats)
+
+        return jax.grad(loss)(w)
+
+    w = make_weights("layer and soft_cap")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), gradient(w, 0.0), gradient(w, 1.0))
+
+
+def test_statistics_carry_no_gradient():
+    statistics_leave_the_gradient_alone(lambda out, stats: sum(s.sum() for s in stats.values()))
+    with pytest.raises(AssertionError):
+        statistics_leave_the_gradient_alone(lambda out, stats: out.max())
+
+
+def influence(config, w):
+    """[T, T] of bool: does changing the input at s change the output at t?"""
+    x = np.broadcast_to(X[:1], (T + 1, T, D)).copy()
+    for s in range(T):
+        x[s, s] += 1.0
+    out = np.asarray(with_weights(config, w)(jnp.asarray(x))[0])
+    return np.abs(out[:T] - out[T]).max(-1) > 1e-6
+
+
+def test_causal(monkeypatch):
+    config, w = config_of("plain"), make_weights("plain")
+    np.testing.assert_array_equal(influence(config, w), np.triu(np.ones((T, T), bool)))
+    for wrong in [lambda m: np.tril(m, 1), lambda m: np.tril(m, -1) | np.eye(len(m), k=len(m) - 1, dtype=bool)]:
+        monkeypatch.setattr(repro.models.attention, "np", types.SimpleNamespace(**vars(np) | {"tril": wrong}))
+        with pytest.raises(AssertionError):
+            np.testing.assert_array_equal(influence(config, w), np.triu(np.ones((T, T), bool)))

@@ -1,0 +1,69 @@
+import dataclasses
+import math
+
+import pytest
+
+from repro.errors import ReproError
+from repro.models import SIZES, ModelConfig
+
+
+def test_sizes():
+    assert {n: dataclasses.astuple(SIZES[n]) for n in ("xs", "s", "m", "deep")} == {
+        "xs": (2, 64, 4, 172, 64, 16),
+        "s": (4, 128, 4, 344, 128, 16),
+        "m": (6, 256, 8, 688, 256, 16),
+        "deep": (24, 32, 4, 86, 32, 8),
+    }
+    with pytest.raises(TypeError):
+        SIZES["xs"] = SIZES["s"]
+
+
+def test_the_default_is_xs():
+    assert SIZES["xs"].apply(ModelConfig()) == ModelConfig()
+
+
+def test_one_family_in_width_alone():
+    family = [SIZES[n] for n in ("w32", "xs", "w128")]
+    assert len({(s.layers, s.width // s.heads, s.length, s.batch_size) for s in family}) == 1
+    assert len({s.width for s in family}) == 3
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_is_a_valid_config_that_keeps_the_switches(name):
+    switches = ModelConfig(qk_norm="layer", soft_cap=30.0, rope_theta=5.0, compute_dtype="bfloat16", vocab_size=7)
+    size, config = SIZES[name], SIZES[name].apply(switches)
+    shape = {f: getattr(size, f) for f in ("layers", "width", "heads", "ffn")}
+    assert config == dataclasses.replace(switches, **shape)
+    assert config.head_size * config.heads == config.width
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: value} for name in ("vocab_size", "layers", "width", "heads", "ffn") for value in (0, -1)),
+        {"heads": 3},
+        {"heads": 64},  # head size 1: no pairs for RoPE
+        {"width": 36, "heads": 4},  # head size 9
+        {"qk_norm": "l2"},
+        {"soft_cap": -1.0},
+        {"soft_cap": math.inf},
+        {"soft_cap": math.nan},
+        {"rope_theta": 0.0},
+        {"rope_theta": -1.0},
+        {"rope_theta": math.nan},
+        {"norm_eps": 0.0},
+        {"norm_eps": -1e-6},
+        {"norm_eps": math.inf},
+        {"compute_dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_refused(wrong):
+    with pytest.raises(ReproError, match=f"model.({'|'.join(wrong)})"):
+        ModelConfig(**wrong)
+
+
+def test_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelConfig().layers = 3
+    assert hash(ModelConfig()) == hash(ModelConfig())
