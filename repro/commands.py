@@ -152,7 +152,7 @@ def _same_rules(record: dict, where: Path) -> tuple:
 
     experiment = catalogue.load(str(record.get("experiment")))
     preset = _stored_preset(record, where)
-    if rule_hash(experiment, preset) != record.get("rule_hash"):
+    if rule_hash(experiment, preset, record["preset"]) != record.get("rule_hash"):
         raise ReproError(
             f"the claims, arms or preset of {experiment.name} have changed since {where} was written; "
             "use the version that wrote it, or run the experiment again."

@@ -43,9 +43,8 @@ class ConsoleWatcher(Watcher):
         if self._bar is not None:
             self._bar.stop()
 
-    def compiling(self, jobs: list[Job]) -> None:
-        structures = len({job.config for job in jobs})
-        self.console.print(f"compiling {structures} program{'s' if structures > 1 else ''}")
+    def compiling(self, programs: int) -> None:
+        self.console.print(f"compiling {programs} program{'s' if programs > 1 else ''}")
 
     def job(self, job: Job, number: int) -> None:
         self._started = self._said = time.monotonic()

@@ -99,8 +99,8 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
 class Watcher:
     """What the command line shows; the base class shows nothing."""
 
-    def compiling(self, jobs: list[Job]) -> None:
-        """The programs of these jobs are being compiled."""
+    def compiling(self, programs: int) -> None:
+        """So many programs are being compiled."""
 
     def job(self, job: Job, number: int) -> None:
         """A job begins."""
@@ -159,10 +159,8 @@ def execute(
         for job in jobs(experiment, preset, cells, preset.lanes_per_device * mesh.shape["seed"]):
             number += 1
             asked[f"{number:03d}-{job.key(corpus)}"] = job
-        missing = [job for key, job in asked.items() if not folder.has_job(key)]
-        if missing:
-            watcher.compiling(missing)
-            prepare([(job.config, len(job.lanes)) for job in missing], corpus, mesh)
+        missing = [(job.config, len(job.lanes)) for key, job in asked.items() if not folder.has_job(key)]
+        prepare(missing, corpus, mesh, watcher.compiling)
         for key, job in asked.items():
             stored = folder.read_job(key)
             if stored is None:

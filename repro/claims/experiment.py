@@ -197,12 +197,15 @@ def gather(experiment: Experiment, preset: Any, train: Callable[[list[Cell]], It
     return runs
 
 
-def rule_hash(experiment: Experiment, preset: Any) -> str:
+def rule_hash(experiment: Experiment, preset: Any, stored: Mapping[str, Any] | None = None) -> str:
     """SHA-256, in hex, of all that decides the verdicts: claims, arms, the preset with its seeds, and the label rule.
 
     `preset` is the dataclass that is run, which may differ from the stored ones. Texts that no verdict depends on
     (titles, labels, what the source reported) are left out. The hash is the same in every process and Python
     version. ReproError if the preset holds something without a fixed text, such as a function.
+
+    `stored` is the preset as a record holds it: given, it is hashed in place of `preset`. So a result stays valid when
+    a later version adds a setting that it did not know.
     """
     judged = ("id", "variant", "tier", "family", "statement", "criterion", "control")
     return digest(
@@ -212,6 +215,6 @@ def rule_hash(experiment: Experiment, preset: Any) -> str:
             "experiment": experiment.name,
             "claims": [{name: getattr(claim, name) for name in judged} for claim in experiment.claims_for(preset)],
             "arms": [{"name": arm.name, "settings": arm.settings} for arm in experiment.arms],
-            "preset": preset,
+            "preset": preset if stored is None else stored,
         }
     )

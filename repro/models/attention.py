@@ -12,7 +12,8 @@ from repro.models.norm import layer_norm, rms_norm
 from repro.models.parameter import normal, parameter
 
 _NORMS = {"rms": rms_norm, "layer": layer_norm}
-_MASKED = -1e30  # finite, so that a row's gradient stays defined; exp of it is exactly 0
+# Finite, so that a row's gradient stays defined, and below every logit, also those of a run that diverges.
+_MASKED = float(np.finfo(np.float32).min)
 
 
 def rope(x_BTHK: jax.Array, theta: float) -> jax.Array:

@@ -33,12 +33,6 @@ LABEL_COLORS = {
     "inconclusive": GREY,
     "not testable at this scale": GREY,
 }
-_HANDLES = (
-    Line2D([], [], marker="D", markersize=8, color=GREY, linewidth=2.4, label=f"effect and {INTERVAL}"),
-    Line2D([], [], marker="o", linestyle="none", alpha=0.5, color=GREY, label="single seeds"),
-    Line2D([], [], color="black", linewidth=1.1, linestyle=(0, (4, 2)), label="no effect"),
-    Line2D([], [], marker="|", markersize=12, markeredgewidth=1.6, linestyle="none", color="black", label="bound of the rule"),
-)
 _ROW = 0.8  # inches
 _NO_EFFECT = {"ratio": 1.0, "difference": 0.0}
 
@@ -57,7 +51,7 @@ class Row:
         if scale == "ratio":
             return scale, ""
         if rule is None:
-            return scale, self.verdict.quantity
+            return scale, self.verdict.quantity.rstrip(",")
         return scale, rule.metric + (", relative" if getattr(rule, "relative", False) else "")
 
     @property
@@ -102,8 +96,17 @@ def effects_figure(spec: Effects, experiment: Experiment, verdicts: Sequence[Ver
     panels = figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": ratios})[:, 0]
     for axes, ((scale, measured), rows) in zip(panels, groups.items(), strict=True):
         _draw_group(axes, scale, measured, rows)
-    add_legend(figure, _HANDLES)
+    add_legend(figure, _handles())
     return figure
+
+
+def _handles() -> list[Line2D]:
+    return [
+        Line2D([], [], marker="D", markersize=8, color=GREY, linewidth=2.4, label=f"effect and {INTERVAL}"),
+        Line2D([], [], marker="o", linestyle="none", alpha=0.5, color=GREY, label="single seeds"),
+        Line2D([], [], color="black", linewidth=1.1, linestyle=(0, (4, 2)), label="no effect"),
+        Line2D([], [], marker="|", markersize=12, mew=1.6, linestyle="none", color="black", label="bound of the rule"),
+    ]
 
 
 def _rules(experiment: Experiment, names: list[str]) -> dict[str, Criterion]:
@@ -135,13 +138,14 @@ def _draw_group(axes: Axes, scale: str, measured: str, rows: list[Row]):
     extent = [x for row in rows for x in (*row.dots, *(row.line or ()), *row.bounds)] + ([] if base is None else [base])
     if base is not None:
         axes.axvline(base, color="black", linewidth=1.1, linestyle=(0, (4, 2)), zorder=1)
-    if scale == "ratio":
+    levels = scale == "value" and all(getattr(row.rule, "log", False) for row in rows)
+    if scale == "ratio" or levels:
         log_scale(axes.xaxis, extent)
     elif extent and min(extent) < max(extent):
         margin = 0.05 * (max(extent) - min(extent))
         axes.set_xlim(min(extent) - margin, max(extent) + margin)
         axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.set_xlabel({"ratio": "ratio", "difference": f"difference in {measured}", "value": measured}.get(scale, measured))
+    axes.set_xlabel({"ratio": "ratio", "difference": f"difference in {measured}"}.get(scale, measured))
 
 
 def _draw_row(axes: Axes, y: int, row: Row):
@@ -156,9 +160,8 @@ def _draw_row(axes: Axes, y: int, row: Row):
         axes.text(1.02, y, "no finite effect", transform=side, va="top", size=9.5)
         return
     seeds = "" if verdict.n is None else f", n = {verdict.n}"
-    axes.text(
-        1.02, y, f"{effect_text(verdict)}\n{interval_text(verdict)}{seeds}", transform=side, va="top", size=9, linespacing=1.1
-    )
+    numbers = f"{effect_text(verdict)}\n{interval_text(verdict)}{seeds}"
+    axes.text(1.02, y, numbers, transform=side, va="top", size=9, linespacing=1.1)
     axes.plot(row.dots, [y + 0.22] * len(row.dots), "o", color=color, alpha=0.4, markersize=4.5, markeredgewidth=0)
     if row.line:
         axes.plot(row.line, (y, y), color=color, linewidth=2.4, solid_capstyle="butt", zorder=3)

@@ -45,7 +45,8 @@ def ladder_figure(spec: Ladder, experiment: Experiment, runs: Runs) -> Figure | 
     if spec.log:
         log_scale(axes[0].yaxis, [row.metrics[spec.metric] for row in rows])
     lost = any(not math.isfinite(row.metrics[spec.metric]) for row in rows)
-    note = "line: mean over seeds; dots: single seeds" + ("; cross at the upper edge: runs of that arm diverged" if lost else "")
+    note = "line: mean over seeds; dots: single seeds"
+    note += "; cross at the upper edge: runs of that arm diverged" if lost else ""
     add_legend(figure, handles, note)
     return figure
 

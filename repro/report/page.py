@@ -31,8 +31,8 @@ def write_report(
         path: the file.
         experiment, preset: what was run; the preset is the dataclass itself, changes by hand included.
         record: of the run, as it is stored beside it. Used where present: `preset_name`, `rule_hash`, `version`,
-            `corpus`, `hardware`, `versions`, `ledgers` (name -> title and rows), `ledgers_by_arm` (arm -> ledgers; where an arm differs, its
-            text follows), `seconds`.
+            `corpus`, `hardware`, `versions`, `seconds`, `ledgers` (name -> title and rows) and `ledgers_by_arm`
+            (arm -> ledgers; an arm's text is added where it differs).
         runs: the scalars.
         verdicts: of `experiment.claims_for(preset)`, in that order.
         figures: files named after the experiment's figure specs, linked relative to the page.
@@ -188,5 +188,6 @@ def _leaves(tree: Mapping, prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             rows += _leaves(value, f"{prefix}{key}.")
         else:
-            rows.append((f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)))
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            rows.append((f"{prefix}{key}", text))
     return rows

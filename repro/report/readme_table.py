@@ -80,7 +80,8 @@ def _read(folder: Path) -> tuple[str, str, list[Verdict]]:
     shape = isinstance(stored, dict) and {"experiment", "preset", "verdicts"} <= set(stored)
     if not shape or not isinstance(stored["verdicts"], list):
         raise ReproError(f"{path} has no experiment, preset and list of verdicts")
-    return str(stored["experiment"]), str(stored["preset"]), [Verdict.from_json(fields) for fields in stored["verdicts"]]
+    verdicts = [Verdict.from_json(fields) for fields in stored["verdicts"]]
+    return str(stored["experiment"]), str(stored["preset"]), verdicts
 
 
 def _experiment_cell(folder: Path, experiment: str, preset: str) -> str:

@@ -12,7 +12,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 def _check_name(name: str):
     if not _FILE_NAME.fullmatch(name):
-        raise ReproError(f"the name of a figure becomes a file name, so it has letters, digits, -, _ and ., not {name!r}")
+        raise ReproError(f"the name of a figure is a file name of letters, digits, '-', '_' and '.', not {name!r}")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Curve:
         point = f" at the point {self.point}" if self.point else ""
         since = f" from step {self.start}" if self.start else ""
         return (
-            f"{self.title}: {self.metric}{point} by step{since}; lines are medians over test seeds{smoothed}, bands reach "
-            "from the smallest to the largest seed. A line ends in a cross where most of its seeds have diverged."
+            f"{self.title}: {self.metric}{point} by step{since}; lines are medians over test seeds{smoothed}, bands "
+            "reach from the smallest to the largest seed. A line ends in a cross where most of its seeds have diverged."
         )
 
 

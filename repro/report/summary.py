@@ -73,7 +73,8 @@ def summarise(experiment: Experiment, runs: Runs, *, every_metric: bool) -> Summ
         cells = [_cell(name, here) for name in metrics]
         if any(cells):
             rows.append((size, labels.get(arm, arm), point, "" if rate == "nan" else rate, str(len(here)), *cells))
-    headings = ("size", "arm", "point", "rate", "seeds", *(KNOWN[name][0] if name in KNOWN else f"{name}, median" for name in metrics))
+    named = [KNOWN[name][0] if name in KNOWN else f"{name}, median" for name in metrics]
+    headings = ("size", "arm", "point", "rate", "seeds", *named)
     used = [index for index in range(len(headings)) if any(row[index] for row in rows)]
     return Summary(
         tuple(headings[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows)

@@ -53,7 +53,7 @@ def arms_table(experiment: Experiment, runs: Runs) -> Table:
         justify = "left" if heading in ("size", "arm", "point") else "right"
         short = heading in ("size", "point", "rate", "seeds")
         # Rich narrows only columns without a fixed width, and its minimum widths can push columns off the edge.
-        width = 18 if heading == "arm" else None
+        width = 14 if heading == "arm" else None
         table.add_column(Text(heading), overflow="fold", justify=justify, no_wrap=short, width=width)
     for row, following in zip_longest(summary.rows, summary.rows[1:]):
         # In a narrow terminal cells take several lines, so sizes are set apart by a rule.

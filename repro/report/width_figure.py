@@ -37,10 +37,7 @@ def width_figure(spec: Width, experiment: Experiment, runs: Runs) -> Figure | No
         return None
     figure, (axis,) = panels([""], spec.title, height=4.2)
     finite = {width: [r for r in values if not math.isnan(r)] for width, values in by_width.items()}
-    means = [
-        math.exp(math.fsum(map(math.log, finite[width])) / len(values)) if len(finite[width]) == len(values) else math.nan
-        for width, values in by_width.items()
-    ]
+    means = [_geometric_mean(values) for values in by_width.values()]
     axis.axhline(1, color="black", linewidth=1.1, linestyle=(0, (4, 2)), zorder=1)
     axis.plot(list(by_width), means, marker="D", markersize=7, zorder=3, **style)
     dots = [(width, ratio) for width, values in finite.items() for ratio in values]
@@ -73,3 +70,7 @@ def _values(runs: Runs, metric: str, at: str, size: str) -> dict[int, float]:
 def _ratio(left: float, right: float) -> float:
     usable = 0 < left < math.inf and 0 < right < math.inf
     return left / right if usable else math.nan
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))  # the logarithm of NaN is NaN

@@ -122,18 +122,41 @@ _compiled: dict[Any, Compiled] = {}
 
 def compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> Compiled:
     """One set of programs per structure, mesh and number of seats for the whole process."""
-    token_type = "uint16" if corpus.vocab_size <= 2**16 else "uint32"
-    key = (config.structure(), seats.mesh, seats.total, token_type)
+    key = _key(config, seats, corpus)
     if key not in _compiled:
-        _compiled[key] = Compiled(config.structure(), seats, token_type)
+        _compiled[key] = Compiled(config.structure(), seats, _token_type(corpus))
     return _compiled[key]
 
 
-def prepare(jobs: Sequence[tuple[TrainConfig, int]], corpus: Corpus, mesh: jax.sharding.Mesh | None = None) -> None:
-    """Compiles the programs of several jobs, given as (config, lanes), side by side: XLA leaves cores idle otherwise."""
+def is_compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> bool:
+    """Whether `compiled` would return at once."""
+    return _key(config, seats, corpus) in _compiled
+
+
+def _token_type(corpus: Corpus) -> str:
+    return "uint16" if corpus.vocab_size <= 2**16 else "uint32"
+
+
+def _key(config: TrainConfig, seats: Seats, corpus: Corpus) -> tuple[Any, ...]:
+    return config.structure(), seats.mesh, seats.total, _token_type(corpus)
+
+
+def prepare(
+    jobs: Sequence[tuple[TrainConfig, int]],
+    corpus: Corpus,
+    mesh: jax.sharding.Mesh | None = None,
+    on_start: Callable[[int], None] = lambda programs: None,
+) -> None:
+    """Compiles the programs of several jobs, given as (config, lanes), side by side: XLA leaves cores idle otherwise.
+    `on_start` hears how many there are to compile, if any."""
     mesh = lane_mesh() if mesh is None else mesh
-    distinct = {config.structure(): lanes for config, lanes in jobs}
-    with ThreadPoolExecutor(max_workers=max(1, min(len(distinct), os.cpu_count() or 1))) as pool:
+    distinct = {
+        config.structure(): lanes for config, lanes in jobs if not is_compiled(config, Seats(lanes, mesh), corpus)
+    }
+    if not distinct:
+        return
+    on_start(len(distinct))
+    with ThreadPoolExecutor(max_workers=min(len(distinct), os.cpu_count() or 1)) as pool:
         for done in [pool.submit(compiled, c, Seats(n, mesh), corpus) for c, n in distinct.items()]:
             done.result()
 

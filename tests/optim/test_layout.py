@@ -33,7 +33,7 @@ def rows_and_columns_are_named_axes(flatten, shape, layout):
 
 @given(shapes_and_layouts())
 @example(((2, 3, 4), Layout("matrix", (0,), (2, 1))))
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(deadline=None, derandomize=True, max_examples=12)
 def test_to_matrices_and_back(case):
     shape, layout = case
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)

@@ -50,8 +50,8 @@ FIGURES = (
     Ladder("ladder", "loss", "Validation loss over learning rates", "loss (nats per byte)"),
     Effects("effects", "Effects of the claims"),
     Width(
-        "width", "max_logit", "muon@best", "adamw@best", "Muon's logits over AdamW's, by model width", "ratio of max logits",
-        (("xs", 64), ("s", 128), ("m", 256)),
+        "width", "max_logit", "muon@best", "adamw@best", "Muon's logits over AdamW's, by model width",
+        "ratio of max logits", (("xs", 64), ("s", 128), ("m", 256)),
     ),
 )  # fmt: skip
 
@@ -70,7 +70,8 @@ def make_claims():
     harm = NonInferior("loss", "muon_clip@best/s", "muon@best/s", margin=0.01)
     return (
         Claim("K2-1", "Kimi K2, section 2.1", "Muon's attention logits grow beyond AdamW's", "above 1000",
-              "9B active parameters", "D", grows, Control("arms exchanged", swapped(grows)), variant="Muon against AdamW, each at its best rate, s", family="K2"),
+              "9B active parameters", "D", grows, Control("arms exchanged", swapped(grows)), family="K2",
+              variant="Muon against AdamW, each at its best rate, s"),
         Claim("K2-2", "Kimi K2, section 2.1", "QK-Clip bounds the logits", "at most 100", "one run", "D", twice,
               Control("arms exchanged", swapped(twice)), family="K2"),
         Claim("K2-3", "Kimi K2, section 2.1", "QK-Clip does no harm", "no change of the loss", "one run", "D", harm,
@@ -82,8 +83,8 @@ def make_claims():
               Control("SGD", AtMost("loss", "sgd@best/s", 2.0))),
         Claim("K2-5", "Kimi K2", "A factor is exactly one half", "", "", "M", Exact("factor", "check", 0.5),
               Control("wrong formula", Exact("wrong_factor", "check", 0.5))),
-        Claim("V4-1", "DeepSeek-V4", "A trillion parameters train without a spike", "no spike", "15.5T tokens", "S", None,
-              None, reason_untestable="it would need a trillion parameters"),
+        Claim("V4-1", "DeepSeek-V4", "A trillion parameters train without a spike", "no spike", "15.5T tokens", "S",
+              None, None, reason_untestable="it would need a trillion parameters"),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from matplotlib.collections import PolyCollection
 
-from repro.claims import Arm, Claim, Control, Greater, Run, Runs, decide_all, swapped
+from repro.claims import Arm, AtLeast, Claim, Control, Greater, Run, Runs, decide_all, swapped
 from repro.errors import ReproError
 from repro.report import Curve, Effects, Ladder, Width, draw, figure
 from repro.report.curve_figure import band
@@ -67,7 +67,8 @@ def test_an_arm_has_one_colour_in_every_figure(experiment, curves, runs):
 
 
 def test_more_arms_than_colours_differ_in_line_style(experiment):
-    many = dataclasses.replace(experiment, arms=tuple(Arm(f"a{i}", str(i)) for i in range(24)), claims=(), check_arms=())
+    arms = tuple(Arm(f"a{i}", str(i)) for i in range(24))
+    many = dataclasses.replace(experiment, arms=arms, claims=(), check_arms=())
     styles = {(arm_style(many, arm.name)["color"], str(arm_style(many, arm.name)["linestyle"])) for arm in many.arms}
     assert len(styles) == 24 and len(PALETTE) == 8 and len(LINE_STYLES) >= 3
 
@@ -208,9 +209,20 @@ def test_effects_have_dots_intervals_bounds_and_the_line_of_no_effect(experiment
     assert any(list(line.get_xdata()) == [1, 1] for line in ratio.lines)
     assert any(list(line.get_xdata()) == [0, 0] for line in difference.lines)
     assert {-0.0025, 0.0025} <= {line.get_xdata()[0] for line in relative.lines}
-    assert [axes.get_xlabel() for axes in drawn.axes] == ["ratio", "difference in loss", "difference in loss, relative", "loss"]
+    labels = ["ratio", "difference in loss", "difference in loss, relative", "loss"]
+    assert [axes.get_xlabel() for axes in drawn.axes] == labels
+    assert value.get_xscale() == "linear", "the rule compares means, not geometric means"
     low, high = value.get_xlim()
     assert low < min(verdicts[4].per_seed.values()) and high > 2
+
+
+def test_geometric_means_have_a_logarithmic_axis(experiment, runs):
+    rule = AtLeast("max_logit", "muon@best/s", 100, log=True)
+    control = Control("AdamW", dataclasses.replace(rule, arm="adamw@best/s"))
+    claim = Claim("K2-1", "s", "t", "", "", "D", rule, control)
+    one = dataclasses.replace(experiment, claims=(claim,))
+    (axes,) = figure(Effects("e", "t"), one, pl.DataFrame(), Runs(), decide_all((claim,), runs)).axes
+    assert axes.get_xscale() == "log" and axes.get_xlabel() == "max_logit"
 
 
 def test_effects_of_one_seed_and_of_a_diverged_run(experiment, runs, tmp_path):
@@ -225,7 +237,8 @@ def test_effects_of_one_seed_and_of_a_diverged_run(experiment, runs, tmp_path):
         drawn = figure(Effects("e", "title"), experiment, pl.DataFrame(), Runs(), verdicts)
         texts = [text.get_text() for axes in drawn.axes for text in axes.texts]
         assert "no finite effect" in texts
-        assert draw(dataclasses.replace(experiment, figures=(Effects("e", "t"),)), pl.DataFrame(), changed, verdicts, tmp_path)
+        only = dataclasses.replace(experiment, figures=(Effects("e", "t"),))
+        assert len(draw(only, pl.DataFrame(), changed, verdicts, tmp_path)) == 1
 
 
 def test_width_ratios(experiment, runs):
@@ -245,6 +258,15 @@ def test_width_ratios(experiment, runs):
     line = next(line for line in axes.lines if line.get_marker() == "D")
     assert list(line.get_xdata()) == [64, 128] and math.isnan(line.get_ydata()[1])
     assert sum(line.get_marker() == "x" for line in axes.lines) == 1
+
+
+def test_one_of_everything(experiment, tmp_path):
+    """The smallest data that can be drawn: one step, one seed, one rate, one width."""
+    runs = Runs(Run(arm, 0, {"loss": 1.0, "max_logit": 3.0}, "best", "s", 1e-3) for arm in ("muon", "adamw"))
+    curves = one_arm([[3.0]]).with_columns(pl.lit(1.0).alias("loss"))
+    specs = tuple(dataclasses.replace(s, start=0) if isinstance(s, Curve) else s for s in experiment.figures)
+    paths = draw(dataclasses.replace(experiment, figures=specs), curves, runs, (), tmp_path)
+    assert [path.stem for path in paths] == ["max_logit", "loss", "ladder", "width"]
 
 
 def test_names_with_markup_are_drawn_as_they_are(tmp_path, experiment):
@@ -295,6 +317,6 @@ def test_legends_use_the_width_they_have():
     assert legend_shape([]) == (1, 0)
 
 
-@pytest.mark.parametrize(("x", "text"), [(0.001, "0.001"), (50000, "50000"), (1e-5, "10⁻⁵"), (3e6, "3·10⁶"), (1.25, "1.25")])
+@pytest.mark.parametrize(("x", "text"), [(0.001, "0.001"), (50000, "50000"), (1e-5, "10⁻⁵"), (3e6, "3·10⁶")])
 def test_tick_texts(x, text):
     assert plain_number(x) == text

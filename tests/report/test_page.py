@@ -77,7 +77,7 @@ def test_numbers_on_the_page_are_those_of_the_verdicts(page, experiment, verdict
 def test_the_page_says_what_was_run(page, experiment):
     text = page()
     rows = set(text.splitlines())
-    assert "| test\\_seeds | 100, 101, 102, 103, 104, 105, 106, 107 |" in rows or "| test_seeds | 100, 101, 102, 103, 104, 105, 106, 107 |" in rows
+    assert "| test_seeds | 100, 101, 102, 103, 104, 105, 106, 107 |" in rows
     for row in ("| steps | 300 |", "| corpus sha256 | 0123abcd |", "| version of jax | 0.10.2 |", "| seconds | 12.3 |"):
         assert row in rows
     assert "| corpus provenance | public domain \\| text |" in rows

@@ -1,0 +1,88 @@
+import dataclasses
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+from repro.models import SIZES, Block, ModelConfig, declarations, functional
+from repro.models.transformer import abstract
+from repro.optim import Layout, check_layouts, describe, from_declarations, per_head
+
+CONFIGS = {
+    f"{size} {norm}": dataclasses.replace(SIZES[size].apply(ModelConfig()), qk_norm=norm)
+    for size, norm in [("xs", "none"), ("s", "rms"), ("m", "layer"), ("deep", "none"), ("w32", "layer"), ("gpt2", "rms")]
+}
+
+
+def of(config):
+    shapes = jax.eval_shape(functional(config)[0], jax.random.key(0))
+    return shapes, from_declarations(declarations(abstract(config)))
+
+
+def matrix(inputs, outputs, **more):
+    return Layout("matrix", inputs, outputs, layer=0, **more)
+
+
+def test_the_layouts_of_a_stacked_model():
+    gain = Layout("norm", layer=0)
+    assert of(CONFIGS["m layer"])[1] == {
+        "embedding_ZD": Layout("embedding"),
+        "head_DZ": Layout("head"),
+        "final_norm": {"gain": Layout("norm")},
+        "blocks": {
+            "attention_norm": {"gain": gain},
+            "ffn_norm": {"gain": gain},
+            "attention": {
+                "q_DHK": matrix((1,), (2, 3), head=2, qk="q"),
+                "k_DHK": matrix((1,), (2, 3), head=2, qk="k"),
+                "v_DHV": matrix((1,), (2, 3), head=2),
+                "o_HVD": matrix((1, 2), (3,), head=1),
+                "q_gain_K": gain,
+                "k_gain_K": gain,
+            },
+            "ffn": {"gate_DF": matrix((1,), (2,)), "up_DF": matrix((1,), (2,)), "down_FD": matrix((1,), (2,))},
+        },
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_of_every_config_has_a_layout_that_fits(name):
+    config = CONFIGS[name]
+    shapes, layouts = of(config)
+    check_layouts(shapes, layouts)
+    check_layouts(shapes, per_head(layouts))
+    flat = jax.tree.leaves(layouts, is_leaf=lambda x: isinstance(x, Layout))
+    roles = [layout.role for layout in flat]
+    gains = 5 if config.qk_norm != "none" else 3
+    assert {r: roles.count(r) for r in set(roles)} == {"matrix": 7, "norm": gains, "embedding": 1, "head": 1}
+    assert [layout.qk for layout in flat].count("q") == [layout.qk for layout in flat].count("k") == 1
+    for shape, layout in zip(jax.tree.leaves(shapes), flat, strict=True):
+        if layout.layer is not None:
+            assert shape.shape[layout.layer] == config.layers
+        if layout.head is not None:
+            assert shape.shape[layout.head] == config.heads
+        if layout.role == "matrix":
+            sides = {math.prod(shape.shape[a] for a in axes) for axes in (layout.inputs, layout.outputs)}
+            assert sides <= {config.width, config.ffn}
+            assert len(layout.inputs + layout.outputs) + 1 == len(shape.shape)
+
+
+def test_per_head_muon_of_a_model():
+    shapes, layouts = of(CONFIGS["m layer"])
+    joint, split = (describe(shapes, tree).splitlines() for tree in (layouts, per_head(layouts)))
+    changed = [(a.split(": ")[1], b) for a, b in zip(joint, split, strict=True) if a != b]
+    assert [a for a, _ in changed] == ["Muon on 6 of 256 x 256"] * 3
+    assert [b for _, b in changed] == [
+        f"blocks/attention/{n} (6, 256, 8, 32) matrix: Muon on 48 of 256 x 32" for n in ("k_DHK", "q_DHK", "v_DHV")
+    ]
+    assert "blocks/attention/o_HVD (6, 8, 32, 256) matrix: Muon on 6 of 256 x 256" in split
+
+
+def test_a_single_block_has_no_layer_axis():
+    with nnx.set_graph_mode(False):
+        block = nnx.eval_shape(lambda: Block(ModelConfig(), rngs=nnx.Rngs(0)))
+    layouts = from_declarations(declarations(block))
+    assert layouts["attention"]["q_DHK"] == Layout("matrix", (0,), (1, 2), head=1, qk="q")
+    assert layouts["attention"]["o_HVD"] == Layout("matrix", (0, 1), (2,), head=0)
+    assert layouts["ffn_norm"]["gain"] == Layout("norm")
