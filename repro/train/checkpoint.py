@@ -42,7 +42,7 @@ class Checkpoints:
             step,
             args=self._ocp.args.Composite(
                 state=self._ocp.args.StandardSave(leaves),
-                metrics=self._ocp.args.StandardSave(metrics),
+                curves=self._ocp.args.StandardSave(metrics),
                 identity=self._ocp.args.JsonSave({"identity": identity}),
             ),
         )
@@ -65,11 +65,11 @@ class Checkpoints:
             step,
             args=args.Composite(
                 state=args.StandardRestore(dict(zip(names, leaves, strict=True))),
-                metrics=args.StandardRestore(metrics_like),
+                curves=args.StandardRestore(metrics_like),
             ),
         )
         state = jax.tree.unflatten(treedef, [restored["state"][name] for name in names])
-        return state, {name: np.asarray(value) for name, value in restored["metrics"].items()}
+        return state, {name: np.asarray(value) for name, value in restored["curves"].items()}
 
     def close(self) -> None:
         self._manager.close()
