@@ -208,7 +208,6 @@ class HandWritten:
             raise ValueError(f"form {form} takes one seed")
         mesh = jax.sharding.Mesh(np.array(devices[:1] if single else devices), ("run",))
         self.sharding = NamedSharding(mesh, P() if single else P("run"))
-        self.whole = NamedSharding(mesh, P())
 
         def over_runs(f: Any) -> Any:
             if single:
@@ -219,7 +218,7 @@ class HandWritten:
 
         advance = lambda state, windows: step(config, state, windows)
         scanned = lambda state, windows: jax.lax.scan(advance, state, windows)
-        validation = jax.device_put(corpus.validation(config.eval_windows, config.length).astype(np.int32), self.whole)
+        validation = corpus.validation(config.eval_windows, config.length).astype(np.int32)
         self.init = jax.jit(over_runs(lambda seed: fresh(init_weights(config, seed), config)), out_shardings=self.sharding)
         self.advance = jax.jit(over_runs(advance if form == "step" else scanned), donate_argnums=0)
         self.evaluate = jax.jit(over_runs(lambda w: loss_of(config, w, validation)[0]))
@@ -296,52 +295,51 @@ def lanes_of(config: TrainConfig, seeds: Sequence[int]) -> list[Lane]:
     return [Lane(config.numbers(), seed) for seed in seeds]
 
 
-def differences(
-    config: TrainConfig, seeds: Sequence[int], corpus: Corpus, form: str, mesh: jax.sharding.Mesh
-) -> tuple[float, float, float]:
+def differences(peer: HandWritten, mesh: jax.sharding.Mesh, steps: int) -> tuple[float, float, float]:
     """Largest difference of the losses (absolute) and of all other statistics (relative to the larger of the value and
-    one) over the job's steps, from the same initial parameters, and the mean share of clipped heads."""
-    own, _ = HandWritten(config, seeds, corpus, form, list(mesh.devices.flat), steps_per_chunk(config, mesh)).run_from_engine()
-    engine = train(config, lanes_of(config, seeds), corpus, mesh=mesh).curves
+    one) over the first `steps` steps, from the same initial parameters, and the mean share of clipped heads."""
+    own, _ = peer.run_from_engine()
+    engine = train(peer.config, lanes_of(peer.config, peer.seeds), peer.corpus, mesh=mesh).curves
     if set(own) != set(engine):
         raise SystemExit(f"the two sides compute different statistics: {sorted(set(own) ^ set(engine))}")
     losses, others = 0.0, 0.0
-    for name, theirs in engine.items():
-        ours = own[name].reshape(theirs.shape)
+    for name, values in engine.items():
+        theirs, ours = values[:steps], own[name].reshape(values.shape)[:steps]
         if name == "loss":
             losses = float(np.abs(ours - theirs).max())
         else:
             others = max(others, float((np.abs(ours - theirs) / np.maximum(np.abs(theirs), 1)).max()))
-    return losses, others, float(engine["clipped_share"].mean())
+    return losses, others, float(engine["clipped_share"][:steps].mean())
 
 
-def check(config: TrainConfig, seeds: Sequence[int], corpus: Corpus, forms: Sequence[str], mesh: jax.sharding.Mesh) -> None:
+def check(peers: Sequence[HandWritten], mesh: jax.sharding.Mesh, steps: int) -> None:
     """Stops with a sentence if a form of the hand-written side does not compute what the engine computes."""
-    for form in forms:
-        losses, others, clipped = differences(config, seeds, corpus, form, mesh)
+    for peer in peers:
+        losses, others, clipped = differences(peer, mesh, steps)
         print(
-            f"  {form}: over {config.steps} steps losses differ by {losses:.1e}, statistics by {others:.1e}; "
-            f"{clipped:.0%} of the heads clipped"
+            f"  check of {peer.form}: over the first {steps} steps losses differ by {losses:.1e}, statistics by "
+            f"{others:.1e}; {clipped:.0%} of the heads clipped"
         )
         if not (losses <= LOSS_TOLERANCE and others <= STATISTICS_TOLERANCE):
-            raise SystemExit(f"{form} and the engine do not compute the same thing; a ratio would mean nothing.")
+            raise SystemExit(f"{peer.form} and the engine do not compute the same thing; a ratio would mean nothing.")
 
 
 def compare(
     title: str, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, forms: Sequence[str], mesh: jax.sharding.Mesh,
-    *, check_steps: int, rounds: int,
+    *, check_steps: int, rounds: int, jobs: bool = True,
 ) -> None:  # fmt: skip
+    """Checks and times the engine against the forms: whole jobs, if asked, and the compiled steps alone."""
     print(f"\n{title}: {len(seeds)} seed(s), {mesh.size} device(s), {config.optimizer}, {config.steps} steps a job")
-    check(dataclasses.replace(config, steps=check_steps), seeds, corpus, forms, mesh)
     chunk, devices = steps_per_chunk(config, mesh), list(mesh.devices.flat)
     peers = {form: HandWritten(config, seeds, corpus, form, devices, chunk) for form in forms}
-    lanes = lanes_of(config, seeds)
-    jobs = {"engine": lambda: train(config, lanes, corpus, mesh=mesh)}
-    jobs |= {f"hand-written, {form}": peer.run for form, peer in peers.items()}
-    _report("whole job", interleaved(jobs, rounds), config.steps)
-    programs = {"engine": EngineSteps(config, seeds, corpus, mesh, chunk)}
-    programs |= {f"hand-written, {form}": HandWrittenSteps(peers[form], chunk) for form in forms if form != "step"}
-    _report("compiled steps alone", interleaved(programs, 2 * rounds), chunk)
+    check(list(peers.values()), mesh, min(check_steps, config.steps))
+    if jobs:
+        sides = {"engine": lambda: train(config, lanes_of(config, seeds), corpus, mesh=mesh)}
+        sides |= {f"hand-written {form}": peer.run for form, peer in peers.items()}
+        _report("whole job", interleaved(sides, rounds), config.steps)
+    sides = {"engine": EngineSteps(config, seeds, corpus, mesh, chunk)}
+    sides |= {f"hand-written {form}": HandWrittenSteps(peer, chunk) for form, peer in peers.items() if form != "step"}
+    _report("compiled steps alone", interleaved(sides, 2 * rounds), chunk)
 
 
 def _report(what: str, seconds: dict[str, list[float]], steps: int) -> None:

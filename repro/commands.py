@@ -29,6 +29,7 @@ def _start_devices() -> None:
 def list_claims(args: argparse.Namespace) -> int:
     from repro import catalogue
     from repro.report import ledger_table
+    from repro.report.record import RunFolder, stored_verdicts
 
     runs: dict[str, Any] = {}
     for name in catalogue.names():
@@ -36,7 +37,11 @@ def list_claims(args: argparse.Namespace) -> int:
         for preset in experiment.presets.values():
             for claim in experiment.claims_for(preset):
                 runs.setdefault(claim.id, dict.fromkeys(()))[name] = None
-    _console().print(ledger_table({id: [*names] for id, names in runs.items()}, {}))
+    labels: dict[str, Any] = {}
+    for path in sorted((catalogue.shipped().parent / "results").glob("*/verdict.json")):
+        for item in stored_verdicts(RunFolder(path.parent).read("verdict.json")):
+            labels.setdefault(item.claim_id, {})[item.label] = None
+    _console().print(ledger_table({i: [*names] for i, names in runs.items()}, {i: [*found] for i, found in labels.items()}))
     return 0
 
 

@@ -44,16 +44,40 @@ def write_report(
     path = Path(path)
     parts = [
         f"# {escape(experiment.title)}\n",
-        *_what_was_run(experiment, preset, record),
+        _at_a_glance(preset, record),
         "## Verdicts\n",
         _verdict_table(claims, verdicts),
-        *(_claim(claim, verdict) for claim, verdict in zip(claims, verdicts, strict=True)),
         *_figures(experiment, path, figures),
+        "## Claim by claim\n",
+        *(_claim(claim, verdict) for claim, verdict in zip(claims, verdicts, strict=True)),
         *_arms(experiment, runs),
+        *_what_was_run(experiment, preset, record),
         *_ledgers(record),
         *_reproduce(experiment, preset, record),
     ]
     path.write_text("\n".join(parts), encoding="utf-8", newline="\n")
+
+
+def _at_a_glance(preset: Any, record: Mapping) -> str:
+    """One paragraph: on what, how large, how often, and whether it counts."""
+    corpus, hardware = _mapping(record.get("corpus")), _mapping(record.get("hardware"))
+    said = [f"Preset {escape(record['preset_name'])}."] if record.get("preset_name") else []
+    if corpus.get("name"):
+        said.append(f"Corpus: {escape(corpus['name'])} ({escape(corpus.get('provenance', ''))}).")
+    sizes = {name: _mapping(config) for name, config in _mapping(record.get("configs")).items()}
+    for name, config in sizes.items():
+        model = _mapping(config.get("model"))
+        said.append(
+            f"Size {escape(name)}: {model.get('layers')} layers, width {model.get('width')}, {model.get('heads')} heads, "
+            f"{config.get('steps')} steps of {config.get('batch_size')} x {config.get('length')} tokens."
+        )
+    if hasattr(preset, "test_seeds") and hasattr(preset, "tuning_seeds"):
+        said.append(f"{len(preset.test_seeds)} test seeds, {len(preset.tuning_seeds)} other seeds for tuning.")
+    if hardware.get("platform"):
+        said.append(f"Run on {escape(hardware['platform'])}.")
+    if not getattr(preset, "evidence", True):
+        said.append("**These verdicts do not count as evidence**: the preset is a quick look, or was changed by hand.")
+    return " ".join(said) + "\n" if said else ""
 
 
 def _what_was_run(experiment: Experiment, preset: Any, record: Mapping) -> Iterator[str]:

@@ -179,11 +179,10 @@ def reference_from_batch(ys):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("schedule", ["muon5", "hybrid10"])
-def test_zero_stays_zero_also_beside_others(schedule, dtype):
+def test_zero_stays_zero_also_beside_others(dtype):
     x = gaussian(*BATCH)
     x[1] = 0
-    got = np.asarray(jitted(x, schedule, dtype=dtype))
+    got = np.asarray(jitted(x, dtype=dtype))
     assert (got[1] == 0).all() and np.isfinite(got).all() and (np.abs(got[[0, 2]]).max((1, 2)) > 0.1).all()
 
 

@@ -59,9 +59,8 @@ def test_follows_torch(steps, case):
             follows_torch(steps, case, **wrong)
 
 
-@pytest.mark.parametrize("case", ["0", "1"])
-def test_follows_torch_with_bfloat16_products(steps, case):
-    follows_torch(steps, case, options=(("dtype", jnp.bfloat16),))
+def test_follows_torch_with_bfloat16_products(steps):
+    follows_torch(steps, "1", options=(("dtype", jnp.bfloat16),))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""The pages say what is so."""
+
+import re
+from pathlib import Path
+
+from repro import catalogue
+from repro.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_example_of_a_new_claim_is_short_and_runs(tmp_path, monkeypatch, capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "add-a-claim.md").read_text(), re.S)[1]
+    assert len(code.splitlines()) < 60
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "decay_and_logits.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert {"decay-and-logits", "logit-explosion"} <= set(catalogue.names())
+    assert main(["run", "decay-and-logits", "--preset", "smoke", "--train.steps", "4"]) == 0
+    assert "K2-1 (decay)" in capsys.readouterr().out
+    assert main(["verdict", "runs/decay-and-logits-smoke", "--check"]) == 0
+
+
+def test_relative_links_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("repro/*/README.md"), *ROOT.glob("results/*/report.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
