@@ -27,7 +27,7 @@ from timing import fastest, interleaved, judged, machine, ratios, spread
 
 Weights = dict[str, Any]
 LOSS_TOLERANCE, STATISTICS_TOLERANCE = 1e-4, 1e-3
-_CUBIC = (3.4445, -4.7750, 2.0315)
+_QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 # ---- The model: weights are {"embedding", "head", "final_gain", "layers": [{"q", "k", ...}, ...]}, all [in, out].
@@ -126,16 +126,20 @@ def is_matrix(path: tuple) -> bool:
     return path[0].key == "layers" and not path[-1].key.endswith("gain")
 
 
-def orthogonalised(update: jax.Array) -> jax.Array:
-    """Five Newton-Schulz steps on one matrix, scaled to a root mean square near 0.2."""
-    x = update.T if update.shape[0] > update.shape[1] else update
-    x = x / jnp.maximum(jnp.linalg.norm(x), 1e-30)
-    a, b, c = _CUBIC
-    for _ in range(5):
-        s = jnp.matmul(x, x.T, precision="highest")
-        x = a * x + jnp.matmul(b * s + c * jnp.matmul(s, s, precision="highest"), x, precision="highest")
-    x = x.T if update.shape[0] > update.shape[1] else x
-    return 0.2 * max(update.shape) ** 0.5 * x
+def orthogonalised(updates: Sequence[jax.Array]) -> list[jax.Array]:
+    """Five Newton-Schulz steps on each matrix, scaled to a root mean square near 0.2; equal shapes go as one batch."""
+    wide = [u.T if u.shape[0] > u.shape[1] else u for u in updates]
+    a, b, c = _QUINTIC
+    found: dict[int, jax.Array] = {}
+    for shape in dict.fromkeys(u.shape for u in wide):
+        members = [i for i, u in enumerate(wide) if u.shape == shape]
+        x = jnp.stack([wide[i] for i in members])
+        x = x / jnp.maximum(jnp.linalg.norm(x, axis=(1, 2), keepdims=True), 1e-30)
+        for _ in range(5):
+            s = jnp.matmul(x, x.mT, precision="highest")
+            x = a * x + jnp.matmul(b * s + c * jnp.matmul(s, s, precision="highest"), x, precision="highest")
+        found |= zip(members, 0.2 * max(shape) ** 0.5 * x, strict=True)
+    return [found[i].T if u.shape[0] > u.shape[1] else found[i] for i, u in enumerate(updates)]
 
 
 def rate(config: TrainConfig, step: jax.Array) -> jax.Array:
@@ -152,18 +156,20 @@ def step(config: TrainConfig, state: dict[str, Any], windows: jax.Array) -> tupl
     w, lr, t = state["weights"], rate(config, state["step"]), state["step"] + 1.0
     (loss, seen), grads = jax.value_and_grad(lambda w: loss_of(config, w, windows), has_aux=True)(w)
 
-    def update(path: tuple, p: jax.Array, g: jax.Array, first: jax.Array, second: jax.Array) -> tuple:
-        if config.optimizer == "muon" and is_matrix(path):
-            first = 0.95 * first + g
-            direction = orthogonalised(g + 0.95 * first)
-        else:
-            first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g * g
-            direction = first / (1 - 0.9**t) / (jnp.sqrt(second / (1 - 0.95**t)) + 1e-8)
-        delta = -lr * (direction + config.weight_decay * p)
-        return p + delta, first, second, delta
-
-    new = jax.tree_util.tree_map_with_path(update, w, grads, state["first"], state["second"])
-    w, first, second, delta = (jax.tree.map(lambda leaf: leaf[i], new, is_leaf=lambda x: isinstance(x, tuple)) for i in range(4))
+    leaves = [jax.tree.leaves(tree) for tree in (w, grads, state["first"], state["second"])]
+    by_muon = [config.optimizer == "muon" and is_matrix(path) for path, _ in jax.tree_util.tree_flatten_with_path(w)[0]]
+    first, second, ahead, delta = [], [], [], []
+    for muon, _, g, m, v in zip(by_muon, *leaves, strict=True):
+        first.append(0.95 * m + g if muon else 0.9 * m + 0.1 * g)
+        second.append(v if muon else 0.95 * v + 0.05 * g * g)
+        if muon:
+            ahead.append(g + 0.95 * first[-1])
+    matrices = iter(orthogonalised(ahead))
+    for muon, p, m, v in zip(by_muon, leaves[0], first, second, strict=True):
+        direction = next(matrices) if muon else m / (1 - 0.9**t) / (jnp.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        delta.append(-lr * (direction + config.weight_decay * p))
+    tree = jax.tree.structure(w)
+    w = tree.unflatten([p + d for p, d in zip(leaves[0], delta, strict=True)])
     top = seen["max_logit"]
     for layer, own in zip(w["layers"], top, strict=True):
         root = jnp.sqrt(jnp.where(own > config.tau, config.tau / own, 1.0))
@@ -177,7 +183,8 @@ def step(config: TrainConfig, state: dict[str, Any], windows: jax.Array) -> tupl
         "activation_max": seen["activation_max"].max(), "activation_rms": seen["activation_rms"][-1],
         "grad_norm": norm(grads), "update_norm": norm(delta), "head_logits": top,
     }  # fmt: skip
-    return {"weights": w, "first": first, "second": second, "step": state["step"] + 1}, metrics
+    state = {"weights": w, "first": tree.unflatten(first), "second": tree.unflatten(second), "step": state["step"] + 1}
+    return state, metrics
 
 
 def fresh(weights: Weights, config: TrainConfig) -> dict[str, Any]:

@@ -72,13 +72,13 @@ MECHANISM = Claim(
 )  # fmt: skip
 
 
-def _claims_at_size(size: str, suffix: str) -> list[Claim]:
+def _claims_at_size(size: str) -> list[Claim]:
     """The claims about training that are judged at every size."""
     at = lambda place: f"{place}/{size}"
     shape = f"At size {size}: a few hundred steps on bytes"
     return [
         Claim(
-            id="K2-1", variant=f"growth at the stress rate{suffix}", family=K2, tier="D", source=f"{K2}, section 2.1",
+            id="K2-1", variant=f"growth at the stress rate, {size}", family=K2, tier="D", source=f"{K2}, section 2.1",
             statement="Under Muon without weight decay the maximum attention logit grows beyond 100.",
             reported="Above 1000 under vanilla Muon.",
             boundary=f"{shape}, at a learning rate several times above the best one (the amplifier). The paper: 9B "
@@ -88,7 +88,7 @@ def _claims_at_size(size: str, suffix: str) -> list[Claim]:
                             AtLeast("max_logit", at("muon_qk_norm@stress"), TAU, log=True)),
         ),
         Claim(
-            id="K2-1", variant=f"Muon against AdamW, each at its best rate{suffix}", family=K2, tier="D",
+            id="K2-1", variant=f"Muon against AdamW, each at its best rate, {size}", family=K2, tier="D",
             source=f"{K2}, section 2.1",
             statement="With each optimizer at its own best rate, the maximum logit under Muon is at least a quarter "
             "larger than under AdamW.",
@@ -99,7 +99,7 @@ def _claims_at_size(size: str, suffix: str) -> list[Claim]:
                             swapped(Greater("max_logit", at("muon@best"), at("adamw@best"), smallest=1.25))),
         ),
         Claim(
-            id="K2-2", variant=f"held in training{suffix}", family=K2, tier="D", source=f"{K2}, section 2.1",
+            id="K2-2", variant=f"held in training, {size}", family=K2, tier="D", source=f"{K2}, section 2.1",
             statement="With QK-Clip at tau = 100 the maximum logit stays at tau: at most a tenth above it over the last "
             "tenth of training, the growth of one step being allowed.",
             reported="Maximum logits capped at 100 for the whole run.",
@@ -108,8 +108,8 @@ def _claims_at_size(size: str, suffix: str) -> list[Claim]:
             control=Control("no clip", AtMost("max_logit", at("muon@stress"), 1.1 * TAU, log=True)),
         ),
         Claim(
-            id="K2-3", variant=f"no harm at the best rate{suffix}", family=K2, tier="D",
-            source=f"{K2}, appendix on QK-Clip",
+            id="K2-3", variant=f"no harm at the best rate, {size}", family=K2, tier="D",
+            source=f"{K2}, appendix D",
             statement="QK-Clip that acts (tau at 0.6 of the observed peak) costs less than 0.02 nats of validation loss.",
             reported="Loss curves overlap with tau = 30 in a 0.5B-active, 3B-parameter model.",
             boundary=f"{shape}, at Muon's best rate. No harm within a margin is not the same as no effect.",
@@ -118,7 +118,7 @@ def _claims_at_size(size: str, suffix: str) -> list[Claim]:
                             NonInferior("loss", at("muon_clip_harm@best"), at("muon@best"), margin=0.02)),
         ),
         Claim(
-            id="K2-4", variant=f"switches itself off{suffix}", family=K2, tier="D", source=f"{K2}, section 2.1",
+            id="K2-4", variant=f"switches itself off, {size}", family=K2, tier="D", source=f"{K2}, section 2.1",
             statement="With weight decay 0.1, clipping acts on at least 5 % of the heads at its height and on at most "
             "1 % in the last tenth of training.",
             reported="Heads were clipped during the first 70k of about 220k steps and none afterwards.",
@@ -134,7 +134,7 @@ def _claims_at_size(size: str, suffix: str) -> list[Claim]:
             ))),
         ),
         Claim(
-            id="S-7", variant=f"capped{suffix}", family=CAPPED, tier="M",
+            id="S-7", variant=f"capped, {size}", family=CAPPED, tier="M",
             source="Gemma 2 (arXiv 2408.00118), section 2",
             statement="A soft-cap of 50 keeps the magnitude of every logit that the softmax sees at or below 50.",
             reported="Attention logits capped at 50.",
@@ -143,7 +143,7 @@ def _claims_at_size(size: str, suffix: str) -> list[Claim]:
             control=Control("no cap", Within("max_capped_logit", at("muon@stress"), 0.0, CAP)),
         ),
         Claim(
-            id="S-7", variant=f"raw{suffix}", family=CAPPED, tier="D", source=f"{K2}, section 2.1",
+            id="S-7", variant=f"raw, {size}", family=CAPPED, tier="D", source=f"{K2}, section 2.1",
             statement="The soft-cap does not bound the raw logit: it reaches at least half of what it is without a cap.",
             reported="Raw logits are said to explode under a soft-cap; no number is given.",
             boundary=f"{shape}, at the stress rate.",
@@ -160,7 +160,7 @@ def _claims_at_one_size(size: str) -> list[Claim]:
     shape = f"At size {size}: a few hundred steps on bytes"
     return [
         Claim(
-            id="K2-1", variant="growth at the best rate", family=K2, tier="D", source=f"{K2}, section 2.1",
+            id="K2-1", variant=f"growth at the best rate, {size}", family=K2, tier="D", source=f"{K2}, section 2.1",
             statement="Under Muon without weight decay and at its best rate the maximum attention logit grows beyond 100.",
             reported="Above 1000 under vanilla Muon.",
             boundary=f"{shape}; the plain setting, without an amplifier. A null here is not a null at scale.",
@@ -169,7 +169,7 @@ def _claims_at_one_size(size: str) -> list[Claim]:
                             AtLeast("max_logit", at("muon_clip_low@best"), TAU, log=True)),
         ),
         Claim(
-            id="K2-4", variant="rare", family=K2, tier="D", source=f"{K2}, appendix on QK-Clip",
+            id="K2-4", variant=f"rare, {size}", family=K2, tier="D", source=f"{K2}, appendix D",
             statement="With weight decay 0.1, at most a quarter of the heads are ever clipped.",
             reported="12.7 % of the heads in the first 70k steps.",
             boundary=f"{shape}, at the stress rate.",
@@ -188,7 +188,7 @@ def _claims_over_rates(size: str) -> list[Claim]:
     sensitivity = Greater("lr_sensitivity", at("adamw@ladder"), at("adamw_qk_norm@ladder"), log=False, smallest=0.02)
     return [
         Claim(
-            id="K2-1", variant="Muon against AdamW at an equal rate", family=K2, tier="D", source=f"{K2}, section 2.1",
+            id="K2-1", variant=f"Muon against AdamW at an equal rate, {size}", family=K2, tier="D", source=f"{K2}, section 2.1",
             statement="At the same learning rate, with matched update size, the maximum logit under Muon is at least a "
             "quarter larger than under AdamW.",
             reported="Explosion is described as more frequent with Muon than with AdamW; no ratio is given.",
@@ -196,7 +196,7 @@ def _claims_over_rates(size: str) -> list[Claim]:
             criterion=equal, control=Control("arms exchanged", swapped(equal)),
         ),
         Claim(
-            id="S-1", variant="growth with the rate", family=PROXIES, tier="D", source=f"{PROXIES}, section 3.1.1",
+            id="S-1", variant=f"growth with the rate, {size}", family=PROXIES, tier="D", source=f"{PROXIES}, section 3.1.1",
             statement="Under AdamW the maximum logit at the highest rate of the ladder is at least ten times that at "
             "the lowest.",
             reported="Logits grow with the rate; runs above 10,000 diverge.",
@@ -206,7 +206,7 @@ def _claims_over_rates(size: str) -> list[Claim]:
                             Greater("max_logit", at("adamw_qk_norm@stress"), at("adamw_qk_norm@low"), smallest=10.0)),
         ),
         Claim(
-            id="S-1", variant="sensitivity", family=PROXIES, tier="D", source=f"{PROXIES}, sections 2.2 and 3.1.1",
+            id="S-1", variant=f"sensitivity, {size}", family=PROXIES, tier="D", source=f"{PROXIES}, sections 2.2 and 3.1.1",
             statement="QK LayerNorm lowers the learning-rate sensitivity under AdamW by at least 0.02 nats.",
             reported="Lower sensitivity at every size, shown in figures.",
             boundary=f"{shape}; the mean over three rates a half-decade apart, the same for both arms.",
@@ -228,11 +228,10 @@ def _trend(sizes: tuple[str, ...]) -> Claim:
 
 
 def claims(preset: Preset) -> tuple[Claim, ...]:
-    several = len(preset.sizes) > 1
-    chosen = [MECHANISM]
+    chosen = [MECHANISM] if len(preset.sizes) == 1 else []
     for size in preset.sizes:
-        chosen += _claims_at_size(size, f", {size}" if several else "")
-    if not several:
+        chosen += _claims_at_size(size)
+    if len(preset.sizes) == 1:
         chosen += _claims_at_one_size(preset.sizes[0])
         if len(preset.rates) > 2:
             chosen += _claims_over_rates(preset.sizes[0])

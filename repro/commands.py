@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -14,16 +15,27 @@ from repro.errors import ReproError
 
 
 def _console() -> Console:
-    console = Console(highlight=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, width=max(100, console.width))
+    # No markup: a name or a message may hold square brackets.
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=max(100, console.width))
+
+
+_MOST_CPU_DEVICES = 16
 
 
 def _start_devices() -> None:
-    """On a CPU, one device per core: runs are laid over devices, and one core per device wastes nothing."""
+    """Before JAX starts: one CPU device per core, since runs are laid over devices, and on a GPU only kernels that give
+    the same bits every time."""
     import jax
 
-    if "JAX_NUM_CPU_DEVICES" not in os.environ and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and "xla_force_host_platform_device_count" not in flags:
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # A process that has used JAX already, such as a notebook, keeps the devices that it has.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", min(usable, _MOST_CPU_DEVICES))
 
 
 def list_claims(args: argparse.Namespace) -> int:
@@ -52,7 +64,7 @@ def show(args: argparse.Namespace) -> int:
     console = _console()
     if args.id.upper() in LEDGER:
         row = LEDGER[args.id.upper()]
-        console.print(f"[bold]{row.id}[/] ({row.system}, tier {row.tier})\n{row.claim}")
+        console.print(f"{row.id} ({row.system}, tier {row.tier})\n{row.claim}")
         if row.reported:
             console.print(f"Reported, and its boundary: {row.reported}")
         chosen = [
@@ -64,14 +76,14 @@ def show(args: argparse.Namespace) -> int:
         if args.id.replace("_", "-") not in catalogue.names():
             raise ReproError(f"{args.id!r} is neither a claim nor an experiment; `repro list` shows both.")
         experiment = catalogue.load(args.id)
-        console.print(f"[bold]{experiment.name}[/]: {experiment.title}\nPresets: {', '.join(experiment.presets)}")
+        console.print(f"{experiment.name}: {experiment.title}\nPresets: {', '.join(experiment.presets)}")
         for arm in experiment.arms:
             console.print(f"  {arm.name}: {arm.label}")
         chosen = [(experiment, claim) for claim in _all_claims(experiment)]
     from repro.report import rule_words
 
     for experiment, claim in chosen:
-        console.print(f"\n[bold]{claim.id}[/], {claim.variant} (repro run {experiment.name})")
+        console.print(f"\n{claim.id}, {claim.variant} (repro run {experiment.name})")
         console.print(f"  {claim.statement}\n  Source: {claim.source}. Reported: {claim.reported}\n  Boundary: {claim.boundary}")
         console.print(f"  Rule: {rule_words(claim.criterion)}\n  Control: {claim.control.description}")
     return 0

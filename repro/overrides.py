@@ -11,7 +11,7 @@ import tyro
 
 from repro.claims import Experiment
 from repro.errors import ReproError
-from repro.train import SHAPE_FIELDS, at_size
+from repro.train import SHAPE_FIELDS
 from repro.train.preset import Preset
 
 
@@ -54,7 +54,7 @@ def changed_preset(experiment: Experiment, preset: Preset, arguments: list[str],
     A changed preset does not count as evidence. Raises `ReproError` for a field that this experiment sets itself.
     """
     single = len(preset.sizes) == 1 and not preset.trend_sizes
-    shown = dataclasses.replace(preset, train=at_size(preset.train, preset.sizes[0])) if single else preset
+    shown = dataclasses.replace(preset, train=preset.config(preset.sizes[0])) if single else preset
     asked = parse(shown, arguments, prog)
     if seeds is not None:
         if seeds < 1:

@@ -25,8 +25,8 @@ from repro.data import Corpus, load_corpus
 from repro.errors import ReproError
 from repro.report import draw, write_report
 from repro.report.record import SCHEMA, RunFolder, write_json
-from repro.report.tensorboard import write_events
-from repro.train import Lane, Progress, TrainConfig, lane_mesh, prepare, summarise, train, with_settings
+from repro.report.tensorboard import CELL, write_events
+from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, summarise, train, with_settings
 from repro.train.ledgers import ledgers
 from repro.train.preset import Preset
 
@@ -42,6 +42,7 @@ def hardware() -> dict[str, Any]:
     devices = jax.devices()
     return {
         "platform": devices[0].platform, "device": devices[0].device_kind, "devices": len(devices),
+        "deterministic_ops": "xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""),
         "cpu_cores": os.cpu_count(), "machine": platform.machine(), "system": platform.system(),
     }  # fmt: skip
 
@@ -96,6 +97,13 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
     return pl.DataFrame(columns)
 
 
+def write_job_events(folder: RunFolder, curves: list[pl.DataFrame]) -> None:
+    """The TensorBoard files of the cells in the last of `curves`; earlier jobs may hold other seeds of them."""
+    metrics = [name for name, kind in curves[-1].schema.items() if kind == pl.Float32]
+    of_cells = pl.concat(curves).join(curves[-1].select(CELL).unique(), on=CELL, how="semi")
+    write_events(folder.path / "tensorboard", of_cells, metrics)
+
+
 class Watcher:
     """What the command line shows; the base class shows nothing."""
 
@@ -147,6 +155,8 @@ def execute(
     watcher = watcher or Watcher()
     experiment.check(preset)
     corpus = load_corpus(preset.data)
+    for size in dict.fromkeys((*preset.sizes, *preset.trend_sizes)):
+        check_corpus(preset.config(size), corpus)
     started = time.monotonic()
     mesh = lane_mesh()
     curves: list[pl.DataFrame] = []
@@ -166,13 +176,14 @@ def execute(
             if stored is None:
                 watcher.job(job, int(key[:3]))
                 stored = _train_job(job, corpus, mesh, folder, key, watcher)
+                curves.append(stored[1])
+                write_job_events(folder, curves)
                 folder.write_job(key, *stored)
-                write_events(folder.path / "tensorboard", stored[1], [c for c in stored[1].columns if stored[1][c].dtype == pl.Float32])
                 watcher.job_done(job, resumed=False)
             else:
+                curves.append(stored[1])
                 watcher.job_done(job, resumed=True)
             found += stored[0]
-            curves.append(stored[1])
         return found
 
     try:

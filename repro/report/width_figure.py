@@ -26,14 +26,14 @@ def ratios(spec: Width, runs: Runs) -> dict[float, list[float]]:
 
 
 def width_figure(spec: Width, experiment: Experiment, runs: Runs) -> Figure | None:
-    """Draw a `Width`; None if no size has a pair of test runs with the metric.
+    """Draw a `Width`; None if fewer than two sizes have a pair of test runs with the metric.
 
     ReproError for an unknown arm or an address that fits several places.
     """
     style = arm_style(experiment, parse_place(spec.left).arm)
     left, right = (experiment.arm(parse_place(at).arm).label for at in (spec.left, spec.right))
     by_width = ratios(spec, runs)
-    if not by_width:
+    if len(by_width) < 2:
         return None
     figure, (axis,) = panels([""], spec.title, height=4.2)
     finite = {width: [r for r in values if not math.isnan(r)] for width, values in by_width.items()}

@@ -50,10 +50,10 @@ class Checkpoints:
     def restore(self, step: int, identity: str, like: Any, metrics_like: Any) -> tuple[Any, dict[str, np.ndarray]]:
         """The state (with the structure and sharding of `like`) and metrics of `step`.
 
-        Raises `ReproError` if the checkpoint was written by another configuration.
+        Raises `ReproError` if the checkpoint was written by another configuration, or is damaged.
         """
         args = self._ocp.args
-        found = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))
+        found = self._read(step, identity=args.JsonRestore())
         if found["identity"]["identity"] != identity:
             raise ReproError(
                 f"the checkpoint in {self.folder} belongs to another configuration; resume the run that wrote it, "
@@ -61,15 +61,21 @@ class Checkpoints:
             )
         leaves, treedef = jax.tree.flatten(like)
         names = [f"{i:04d}" for i in range(len(leaves))]
-        restored = self._manager.restore(
+        restored = self._read(
             step,
-            args=args.Composite(
-                state=args.StandardRestore(dict(zip(names, leaves, strict=True))),
-                curves=args.StandardRestore(metrics_like),
-            ),
+            state=args.StandardRestore(dict(zip(names, leaves, strict=True))),
+            curves=args.StandardRestore(metrics_like),
         )
         state = jax.tree.unflatten(treedef, [restored["state"][name] for name in names])
         return state, {name: np.asarray(value) for name, value in restored["curves"].items()}
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=self._ocp.args.Composite(**items))
+        except Exception as error:  # whatever Orbax meets first in a damaged file: there is no common class
+            raise ReproError(
+                f"the checkpoint in {self.folder} cannot be read; remove that folder to start this job at step 0."
+            ) from error
 
     def close(self) -> None:
         self._manager.close()

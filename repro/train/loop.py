@@ -161,6 +161,17 @@ def prepare(
             done.result()
 
 
+def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
+    """Raises `ReproError` for tokens beyond the model's vocabulary, or a text that is too short."""
+    if corpus.vocab_size > config.model.vocab_size:
+        raise ReproError(
+            f"corpus {corpus.name} has {corpus.vocab_size} token ids and the model {config.model.vocab_size}; "
+            f"set train.model.vocab-size to at least {corpus.vocab_size}."
+        )
+    corpus.batch(0, 0, batch_size=config.batch_size, length=config.length)
+    corpus.validation(config.eval_windows, config.length)
+
+
 def identity(config: TrainConfig, lanes: Sequence[Lane], corpus: Corpus) -> str:
     """A hash of everything that a job's result depends on, beside the versions of the libraries."""
     text = json.dumps(
@@ -187,11 +198,7 @@ def train(
     newest save with the bits of an uninterrupted job. Raises `ReproError` for tokens beyond the model's vocabulary, a
     text that is too short, or a checkpoint of another configuration.
     """
-    if corpus.vocab_size > config.model.vocab_size:
-        raise ReproError(
-            f"corpus {corpus.name} has {corpus.vocab_size} token ids and the model {config.model.vocab_size}; "
-            f"set train.model.vocab-size to at least {corpus.vocab_size}."
-        )
+    check_corpus(config, corpus)
     mesh = lane_mesh() if mesh is None else mesh
     windows = place(corpus.validation(config.eval_windows, config.length), mesh, lanes=False)
 

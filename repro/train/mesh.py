@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 AXES = ("seed", "data", "fsdp", "tensor", "expert")
 
-_CPU_SEATS = 16
-"""Lanes per CPU device that one program has room for; jobs of up to so many share one compilation."""
+_CPU_SEATS = 32
+"""Lanes on all CPU devices together that one program has room for; jobs of up to so many share one compilation."""
 
 
 def lane_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -32,11 +32,6 @@ def batched(mesh: jax.sharding.Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def most_lanes(mesh: jax.sharding.Mesh) -> int:
-    """The largest number of lanes to put into one job."""
-    return mesh.shape["seed"] * _CPU_SEATS
-
-
 class Seats:
     """Where each of `lanes` lanes sits: lane i on device i mod D, so that devices share the work evenly.
 
@@ -47,7 +42,7 @@ class Seats:
         devices = mesh.shape["seed"]
         per_device = -(-lanes // devices)
         self.mesh, self.lanes = mesh, lanes
-        self.seats = per_device if batched(mesh) else max(per_device, _CPU_SEATS)
+        self.seats = per_device if batched(mesh) else max(per_device, _CPU_SEATS // devices)
         self.total = devices * self.seats
         lane = np.arange(lanes)
         self._seat_of = (lane % devices) * self.seats + lane // devices

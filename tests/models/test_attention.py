@@ -12,8 +12,7 @@ from flax import nnx
 import repro.models.attention
 from repro.models import ModelConfig, MultiHeadAttention
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 B, T, D, H, K = 2, 5, 8, 2, 4
 KINDS = {
@@ -46,7 +45,7 @@ def with_weights(config, w):
     return nnx.merge(graphdef, state)
 
 
-@functools.partial(jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def module(config, w, x):
     return with_weights(config, w)(x)
 
@@ -182,7 +181,7 @@ def test_bfloat16_inputs_keep_float32_logits():
 def statistics_leave_the_gradient_alone(statistic):
     """Adding a statistic to the loss changes no gradient."""
 
-    @jit
+    @jax.jit
     def gradient(w, weight):
         def loss(w):
             out, stats = with_weights(config_of("layer and soft_cap"), w)(jnp.asarray(X))

@@ -10,6 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from repro.models import RMSNorm, layer_norm, rms_norm, soft_cap, swiglu
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 EPS = 1e-6
 numbers = hnp.arrays(np.float32, (3, 6), elements=st.floats(-8, 8, width=32))
 GAIN = np.float32([1.0, 0.5, -2.0, 0.0, 3.0, 1.0])

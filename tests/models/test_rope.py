@@ -4,6 +4,8 @@ import pytest
 
 from repro.models import rope
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 T, K, THETA = 7, 8, 100.0
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, T, 3, K)).astype(np.float32)

@@ -10,8 +10,7 @@ from flax import nnx
 
 from repro.models import Block, ModelConfig, Transformer, functional
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 Z, T, B = 32, 6, 7  # B = T + 1, so that all tests share one program per config
 CONFIG = ModelConfig(vocab_size=Z, layers=2, width=16, heads=2, ffn=24)
@@ -24,7 +23,7 @@ KINDS = {
 TOKENS = np.random.default_rng(0).integers(0, Z, size=(B, T))
 
 
-init = jit(functional(CONFIG)[0])
+init = jax.jit(functional(CONFIG)[0])
 
 
 @functools.cache
@@ -38,7 +37,7 @@ def params_of(kind):
 
 @functools.cache
 def apply_of(config):
-    return jit(functional(config)[1])
+    return jax.jit(functional(config)[1])
 
 
 def output_of(kind, tokens=TOKENS):
@@ -86,7 +85,7 @@ STANDARD_DEVIATIONS = {
 
 @functools.cache
 def wide_params():
-    return jit(functional(WIDE)[0])(jax.random.key(0))
+    return jax.jit(functional(WIDE)[0])(jax.random.key(0))
 
 
 def starts_as(params, deviations):
@@ -125,7 +124,7 @@ def test_start_depends_on_the_key_alone():
 
 def test_start_under_vmap():
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    many = jit(jax.vmap(functional(CONFIG)[0]))(keys)
+    many = jax.jit(jax.vmap(functional(CONFIG)[0]))(keys)
     for seed in range(2):
         close(jax.tree.map(lambda x, s=seed: x[s], many), init(jax.random.key(seed)), 1e-6)
 
@@ -147,7 +146,7 @@ def test_first_loss():
     assert abs(cross_entropy(apply_of(WIDE)(wrong, tokens).logits, targets) - (math.log(256) + 0.5)) > 0.5
 
 
-@functools.partial(jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def gradients(config, params, tokens, stats_weight):
     def loss(p):
         out = functional(config)[1](p, tokens)
@@ -188,8 +187,8 @@ def layer_by_layer(config, params, tokens, *, order=None, scale=1.0):
 @pytest.mark.parametrize("kind", ["plain", "looped"])
 def test_scan_equals_a_loop_over_layers(kind):
     config, params = KINDS[kind], params_of(kind)
-    loop = jit(functools.partial(layer_by_layer, config))
-    out = jit(lambda p, t: with_params(config, p)(t, hidden=True))(params, TOKENS)
+    loop = jax.jit(functools.partial(layer_by_layer, config))
+    out = jax.jit(lambda p, t: with_params(config, p)(t, hidden=True))(params, TOKENS)
     got = (out.logits, out.hidden, out.stats)
     assert out.hidden.shape == (config.layers + 1, B, T, config.width)
     close(got, loop(params, TOKENS), 2e-5)
@@ -200,7 +199,7 @@ def test_scan_equals_a_loop_over_layers(kind):
     if kind == "plain":
         for wrong in [{"order": (1, 0)}, {"scale": CONFIG.width**0.5}]:
             with pytest.raises(AssertionError):
-                close(got, jit(functools.partial(layer_by_layer, config, **wrong))(params, TOKENS), 2e-5)
+                close(got, jax.jit(functools.partial(layer_by_layer, config, **wrong))(params, TOKENS), 2e-5)
 
 
 def test_a_block_adds_attention_and_then_the_ffn():
@@ -208,9 +207,9 @@ def test_a_block_adds_attention_and_then_the_ffn():
     nnx.replace_by_pure_dict(state, jax.tree.map(lambda w: w[0], params_of("plain")["blocks"]))
     block = nnx.merge(graphdef, state)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, CONFIG.width)), jnp.float32)
-    middle = x + jit(lambda v: block.attention(block.attention_norm(v))[0])(x)
-    ffn, norm = jit(lambda v: block.ffn(v)), block.ffn_norm
-    got, stats = jit(lambda v: block(v))(x)
+    middle = x + jax.jit(lambda v: block.attention(block.attention_norm(v))[0])(x)
+    ffn, norm = jax.jit(lambda v: block.ffn(v)), block.ffn_norm
+    got, stats = jax.jit(lambda v: block(v))(x)
     close(got, middle + ffn(norm(middle)))
     close((stats.activation_max, stats.activation_rms), (jnp.abs(got).max(), jnp.sqrt(jnp.mean(got**2))))
     for wrong in [middle + ffn(norm(x)), middle + ffn(middle), middle]:
@@ -219,7 +218,7 @@ def test_a_block_adds_attention_and_then_the_ffn():
 
 
 def test_functional_equals_the_module():
-    @jit
+    @jax.jit
     def module(key):
         model = Transformer(CONFIG, rngs=nnx.Rngs(params=key))
         return nnx.to_pure_dict(nnx.split(model)[1]), model(TOKENS)
@@ -255,7 +254,7 @@ def test_sequences_of_a_batch_do_not_see_each_other():
 def test_bfloat16_is_near_float32():
     half = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
     exact = output_of("plain")
-    out = jit(lambda p, t: with_params(half, p)(t, hidden=True))(params_of("plain"), TOKENS)
+    out = jax.jit(lambda p, t: with_params(half, p)(t, hidden=True))(params_of("plain"), TOKENS)
     assert out.logits.dtype == jnp.float32 and out.hidden.dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves(out.stats)} == {jnp.dtype(jnp.float32)}
     off = np.abs(out.logits - exact.logits) / np.std(exact.logits)

@@ -11,6 +11,8 @@ from repro.errors import ReproError
 from repro.optim import Layout, check_layouts, describe, from_declarations, per_head
 from repro.optim.layout import ROLES, from_matrices, to_matrices
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @st.composite
 def shapes_and_layouts(draw):

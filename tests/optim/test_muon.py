@@ -9,8 +9,7 @@ import pytest
 from repro.errors import ReproError
 from repro.optim import Layout, MuonState, adamw, muon, newton_schulz, per_head, qk_clip, scale_by_muon
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LAYOUTS = {
     "q_DHK": Layout("matrix", (0,), (1, 2), head=1),
@@ -43,7 +42,7 @@ GRADS = [normal_tree(1 + t) for t in range(STEPS)]
 def run(tx, params=PARAMS, grads=GRADS):
     """The parameters after each step."""
 
-    @jit
+    @jax.jit
     def step(params, state, g):
         updates, state = tx.update(g, state, params)
         return optax.apply_updates(params, updates), state
@@ -187,8 +186,8 @@ def test_schedule_and_dtype_reach_newton_schulz():
     name, options = "stack_LDF", {"schedule": ((1.5, -0.5, 0.0),), "dtype": jnp.bfloat16}
     g = only(GRADS[0], name)
     tx = scale_by_muon(only(LAYOUTS, name), **options)
-    update, state = jit(lambda g: tx.update(g, tx.init(g)))(g)
-    want = lambda **o: 0.2 * 6**0.5 * jit(functools.partial(newton_schulz, **o))(1.95 * g[name])
+    update, state = jax.jit(lambda g: tx.update(g, tx.init(g)))(g)
+    want = lambda **o: 0.2 * 6**0.5 * jax.jit(functools.partial(newton_schulz, **o))(1.95 * g[name])
     np.testing.assert_allclose(update[name], want(**options), atol=2e-6)
     for other in [{}, {"schedule": options["schedule"]}]:
         assert np.abs(update[name] - want(**other)).max() > 1e-4
@@ -207,7 +206,7 @@ def test_the_root_mean_square_of_an_update():
     g = {name: jnp.asarray(rng.normal(size=shape) * 1e-4, jnp.float32) for name, shape in shapes.items()}
     layouts = {name: Layout("matrix", (len(shape) - 2,), (len(shape) - 1,)) for name, shape in shapes.items()}
 
-    @jit
+    @jax.jit
     def update(rms):
         tx = muon(1.0, layouts=layouts, weight_decay=0.0, rms=rms)
         return tx.update(g, tx.init(g), g)[0]
@@ -245,7 +244,7 @@ def test_adamw_equals_optax_and_decays_independently():
     for a, b in zip(run_only(names, adamw(0.05)), same, strict=True):
         jax.tree.map(np.testing.assert_array_equal, a, b)
     bare = optax.adam(0.05, b1=0.9, b2=0.95, eps=1e-8)
-    w, update = only(PARAMS, *names), jit(bare.update)
+    w, update = only(PARAMS, *names), jax.jit(bare.update)
     state = bare.init(w)
     for g, got in zip(GRADS, run_only(names, adamw(0.05, weight_decay=0.01, decay="independent")), strict=True):
         u, state = update(only(g, *names), state)
@@ -330,8 +329,8 @@ def test_traced_numbers_under_vmap(decay):
         u, state = tx.update(g, tx.init(p), p)
         return qk_clip(optax.apply_updates(p, u), s, tau=tau, layouts=QK), state
 
-    single = jit(step)
-    batched, states = jit(jax.vmap(step))(params, grads, logits, *numbers)
+    single = jax.jit(step)
+    batched, states = jax.jit(jax.vmap(step))(params, grads, logits, *numbers)
     for i in range(4):
         at = lambda tree, i=i: jax.tree.map(lambda x: x[i], tree)
         alone, state = single(at(params), at(grads), logits[i], *(x[i] for x in numbers))

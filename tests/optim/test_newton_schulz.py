@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +8,12 @@ from hypothesis import strategies as st
 from repro.errors import ReproError
 from repro.optim import NS_SCHEDULES, newton_schulz
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 # Few shapes, so that the tests share compiled programs.
 WIDE, TALL, SQUARE, BATCH = (8, 12), (12, 8), (8, 8), (3, 8, 12)
 
-jitted = jit(newton_schulz, static_argnames=("schedule", "dtype"))
+jitted = jax.jit(newton_schulz, static_argnames=("schedule", "dtype"))
 
 
 def matrix_with(singular_values, rows, columns, seed=0):
@@ -219,7 +216,7 @@ def test_batched_equals_single():
     batched = np.asarray(jitted(x))
     for one, got in zip(x, batched, strict=True):
         np.testing.assert_allclose(got, jitted(one), atol=1e-5)
-    np.testing.assert_allclose(jit(jax.vmap(newton_schulz))(x), batched, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(newton_schulz))(x), batched, atol=1e-5)
 
 
 def test_jit_equals_eager():

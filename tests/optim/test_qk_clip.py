@@ -1,5 +1,3 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,9 @@ from hypothesis.extra import numpy as hnp
 from repro.errors import ReproError
 from repro.optim import Layout, qk_clip, qk_clip_factor
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
-factor = jit(qk_clip_factor)
+factor = jax.jit(qk_clip_factor)
 
 
 def the_published_example(f):
@@ -136,7 +133,7 @@ def test_axes_may_come_in_any_order():
 
 def test_inside_jit_and_vmap_with_a_traced_tau():
     taus = jnp.array([10.0, 100.0, jnp.inf])
-    clip = jit(jax.vmap(lambda tau: qk_clip(weights(), LOGITS, tau=tau, layouts=QK)))
+    clip = jax.jit(jax.vmap(lambda tau: qk_clip(weights(), LOGITS, tau=tau, layouts=QK)))
     for got, tau in zip(clip(taus)["q"], taus, strict=True):
         np.testing.assert_allclose(got, qk_clip(weights(), LOGITS, tau=tau, layouts=QK)["q"], rtol=1e-6)
 

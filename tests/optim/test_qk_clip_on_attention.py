@@ -5,8 +5,6 @@ Four heads of the first layer, each a trap for one mistake:
 3 has negative logits only. In the second layer head 2 exceeds tau.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +16,7 @@ from repro.models import ModelConfig, MultiHeadAttention, declarations, function
 from repro.models.transformer import abstract
 from repro.optim import from_declarations, muon, qk_clip, qk_clip_factor
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = ModelConfig(vocab_size=11, layers=2, width=16, heads=4, ffn=8, rope_theta=1e6)
 L, D, H, K = 2, 16, 4, 4
@@ -60,7 +57,7 @@ def make_inputs():
 WEIGHTS, X = make_weights(), make_inputs()
 
 
-@jit
+@jax.jit
 def forward(weights):
     """The statistics of the module and all logits [L, B, H, T, S], masked ones included, both layers on X."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: MultiHeadAttention(CONFIG, rngs=nnx.Rngs(0))))
@@ -166,7 +163,7 @@ def test_order_of_update_and_clip():
 def test_momentum_is_left_alone():
     tx = muon(0.1, layouts=LAYOUTS, schedule=((1.5, -0.5, 0.0),))
     grads = jax.tree.map(jnp.ones_like, WEIGHTS)
-    updates, state = jit(lambda w, g: tx.update(g, tx.init(w), w))(WEIGHTS, grads)
+    updates, state = jax.jit(lambda w, g: tx.update(g, tx.init(w), w))(WEIGHTS, grads)
     moved = optax.apply_updates(WEIGHTS, updates)
     clipped = qk_clip(moved, forward(WEIGHTS)[0]["max_logit"], tau=TAU, layouts=LAYOUTS)
     assert (clipped["q_DHK"] != moved["q_DHK"]).any()

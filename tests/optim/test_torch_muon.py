@@ -11,8 +11,7 @@ import pytest
 
 from repro.optim import Layout, muon
 
-# Compiling is most of these tests' time; without optimisation it is several times faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 2.5e-3
 # The two conventions for the factor of an update, kernels being [out, in]; divided by sqrt(max(out, in)), which `muon`
@@ -29,7 +28,7 @@ def steps():
         return dict(file)
 
 
-@functools.partial(jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames="options")
 def step(params, grads, state, factor, weight_decay, momentum, options=()):
     tx = muon(
         0.05, layouts={"w": Layout("matrix", inputs=(1,), outputs=(0,))}, weight_decay=weight_decay, rms=factor,

@@ -1,0 +1,72 @@
+"""The hand-written sides of the benchmarks compute what the engine computes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from repro.data import load_corpus
+from repro.models import ModelConfig
+from repro.train import TrainConfig, lane_mesh
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+STEPS = 4
+
+
+def script(name: str):
+    """A benchmark as a module; scripts import each other by name, as they do when run."""
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def tiny(optimizer: str) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(layers=2, width=16, heads=2, ffn=24), length=12, batch_size=3, steps=STEPS, eval_windows=4,
+        optimizer=optimizer, learning_rate=0.03, weight_decay=0.1, tau=2.0, warmup=0.5,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_corpus("kjv")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form", "seeds"),
+    [("muon", "scan", (3,)), ("adamw", "step", (3,)), ("muon", "map", (1, 2)), ("muon", "vmap", (1, 2))],
+)
+def test_hand_written_loop_equals_the_engine(corpus, optimizer, form, seeds):
+    overhead, mesh = script("engine_overhead"), lane_mesh(jax.devices()[:1])
+    peer = overhead.HandWritten(tiny(optimizer), seeds, corpus, form, jax.devices()[:1], chunk=2)
+    losses, statistics, clipped = overhead.differences(peer, mesh, STEPS)
+    assert losses <= 1e-5
+    assert statistics <= 1e-4
+    assert 0 < clipped < 1  # the clip took part
+
+
+def test_hand_written_run_starts_from_weights_of_its_own(corpus):
+    overhead = script("engine_overhead")
+    curves, final = overhead.HandWritten(tiny("muon"), (3,), corpus, "scan", jax.devices()[:1], chunk=STEPS).run()
+    assert curves["loss"].shape == (STEPS,)
+    assert np.isfinite(final) and abs(curves["loss"][0] - np.log(256)) < 1.5
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_torch_model_equals_the_engine(corpus, optimizer):
+    pytest.importorskip("torch", reason="the extra [peers] is not installed")
+    losses, statistics = script("torch_peer").differences(tiny(optimizer), corpus, STEPS)
+    assert losses <= 1e-4
+    assert statistics <= 1e-3
+
+
+def test_gpu_checks_say_what_they_need(capsys):
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is an accelerator")
+    assert script("gpu_checks").main([]) == 2
+    assert "GPU" in capsys.readouterr().err

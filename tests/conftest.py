@@ -1,0 +1,90 @@
+"""Two CPU devices for every test, and programs that are compiled once per session, also across xdist workers."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Set before JAX starts; child processes inherit all of it.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+def pytest_configure(config):
+    # JAX writes cache files in place, so a worker may meet half of one; it says so and compiles by itself.
+    config.addinivalue_line("filterwarnings", "ignore:Error (read|writ)ing persistent compilation cache entry")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="repro-compiled-", ignore_cleanup_errors=True)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
+@contextlib.contextmanager
+def _quickly():
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def quick_compile():
+    """Programs compiled with few optimisations: a third of the time, for tests of everything but the compiler."""
+    with _quickly():
+        yield
+
+
+@pytest.fixture
+def command(capsys):
+    """`command(*words) -> (exit code, standard output, standard error)` of the `repro` command, in this process."""
+    from repro.cli import main
+
+    def call(*words):
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def refused(command):
+    """`refused(*words) -> message`: checks that a command ends in one sentence and exit code 2."""
+
+    def call(*words):
+        code, _, err = command(*words)
+        assert code == 2 and err.startswith("repro: ") and err.endswith("\n") and err.count("\n") == 1, err
+        assert "Traceback" not in err
+        return err.removeprefix("repro: ").strip()
+
+    return call
+
+
+TOY = Path(__file__).parent / "toy"
+"""A working directory whose folder `experiments` holds `race`, which trains one structure in a second."""
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The experiment `race`, known to every command of this test."""
+    from repro import catalogue
+
+    monkeypatch.chdir(TOY)
+    return catalogue.load("race")
+
+
+@pytest.fixture(scope="module")
+def toy_run(tmp_path_factory):
+    """The folder of one finished run of `race`; copy it before changing anything."""
+    from repro.cli import main
+
+    folder = tmp_path_factory.mktemp("toy") / "run"
+    with pytest.MonkeyPatch.context() as patch, _quickly():
+        patch.chdir(TOY)
+        assert main(["run", "race", "--preset", "smoke", "--out", str(folder)]) == 0
+    return folder
