@@ -17,7 +17,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="smoke", help="the preset to run (default: smoke, which the limits are for)")
+    parser.add_argument("--preset", default="smoke", help="preset (default: smoke, which the limits are for)")
     parser.add_argument("--experiment", default="logit-explosion")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from repro.data import Corpus, load_corpus
 from repro.models import SIZES
-from repro.train import Lane, Program, TrainConfig, at_size, lane_mesh, train
+from repro.train import Lane, Numbers, TrainConfig, at_size, lane_mesh, train
 from repro.train.loop import compiled, steps_per_chunk
 from repro.train.mesh import Seats
 from timing import fastest, interleaved, judged, machine, ratios, spread
@@ -151,7 +151,10 @@ def rate(config: TrainConfig, step: jax.Array) -> jax.Array:
     return config.learning_rate * jnp.where(step + 1 < rise, (step + 1) / rise, fall)
 
 
-def step(config: TrainConfig, state: dict[str, Any], windows: jax.Array) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+def step(
+    config: TrainConfig, state: dict[str, Any], windows: jax.Array
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """One step: forward, backward, update, QK-Clip; the next state and the statistics of this step."""
     windows = windows.astype(jnp.int32)
     w, lr, t = state["weights"], rate(config, state["step"]), state["step"] + 1.0
     (loss, seen), grads = jax.value_and_grad(lambda w: loss_of(config, w, windows), has_aux=True)(w)
@@ -189,12 +192,13 @@ def step(config: TrainConfig, state: dict[str, Any], windows: jax.Array) -> tupl
 
 def fresh(weights: Weights, config: TrainConfig) -> dict[str, Any]:
     """The state before step 0; what Muon moves has no second moment."""
-    second = lambda path, p: jnp.zeros(() if config.optimizer == "muon" and is_matrix(path) else p.shape)
+    zeros = lambda shape: np.zeros(shape, np.float32)
+    second = lambda path, p: zeros(() if config.optimizer == "muon" and is_matrix(path) else p.shape)
     return {
         "weights": weights,
-        "first": jax.tree.map(jnp.zeros_like, weights),
+        "first": jax.tree.map(lambda p: zeros(p.shape), weights),
         "second": jax.tree_util.tree_map_with_path(second, weights),
-        "step": jnp.zeros((), jnp.int32),
+        "step": np.int32(0),
     }
 
 
@@ -206,18 +210,18 @@ class HandWritten:
     `vmap` (several runs, each device taking its share in turn or as one batch)."""
 
     def __init__(
-        self, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, form: str, devices: Sequence[jax.Device], chunk: int
+        self, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, form: str, devices: Sequence[Any], chunk: int
     ) -> None:
         self.config, self.seeds, self.corpus, self.form = config, list(seeds), corpus, form
         self.chunk = 1 if form == "step" else chunk
-        single = form in ("scan", "step")
-        if single and len(self.seeds) != 1:
+        self.several = form in ("map", "vmap")
+        if not self.several and len(self.seeds) != 1:
             raise ValueError(f"form {form} takes one seed")
-        mesh = jax.sharding.Mesh(np.array(devices[:1] if single else devices), ("run",))
-        self.sharding = NamedSharding(mesh, P() if single else P("run"))
+        mesh = jax.sharding.Mesh(np.array(devices if self.several else devices[:1]), ("run",))
+        self.sharding = NamedSharding(mesh, P("run") if self.several else P())
 
         def over_runs(f: Any) -> Any:
-            if single:
+            if not self.several:
                 return f
             one_by_one = lambda *args: jax.lax.map(lambda lane: f(*lane), args)
             local = jax.vmap(f) if form == "vmap" else one_by_one
@@ -226,9 +230,14 @@ class HandWritten:
         advance = lambda state, windows: step(config, state, windows)
         scanned = lambda state, windows: jax.lax.scan(advance, state, windows)
         validation = corpus.validation(config.eval_windows, config.length).astype(np.int32)
-        self.init = jax.jit(over_runs(lambda seed: fresh(init_weights(config, seed), config)), out_shardings=self.sharding)
+        begin = lambda seed: fresh(init_weights(config, seed), config)
+        self.init = jax.jit(over_runs(begin), out_shardings=self.sharding)
         self.advance = jax.jit(over_runs(advance if form == "step" else scanned), donate_argnums=0)
         self.evaluate = jax.jit(over_runs(lambda w: loss_of(config, w, validation)[0]))
+
+    def start(self) -> dict[str, Any]:
+        seeds = np.array(self.seeds, np.uint32)
+        return self.init(jax.device_put(seeds if self.several else seeds[0], self.sharding))
 
     def windows(self, start: int, stop: int) -> jax.Array:
         shape = dict(batch_size=self.config.batch_size, length=self.config.length)
@@ -238,9 +247,7 @@ class HandWritten:
 
     def run(self, state: dict[str, Any] | None = None) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Metrics of every step ([step, ...], or [step, run, ...] for several runs) and the final losses."""
-        if state is None:
-            seeds = np.array(self.seeds, np.uint32)
-            state = self.init(jax.device_put(seeds[0] if self.form in ("scan", "step") else seeds, self.sharding))
+        state = self.start() if state is None else state
         read, waiting, behind = [], [], 10 if self.form == "step" else 1
         for start in range(0, self.config.steps, self.chunk):
             stop = min(start + self.chunk, self.config.steps)
@@ -252,26 +259,26 @@ class HandWritten:
         final = np.asarray(self.evaluate(state["weights"]))
         if self.form == "step":
             return jax.tree.map(lambda *values: np.stack(values), *read), final
-        time_first = (lambda x: np.moveaxis(x, 1, 0)) if self.form in ("map", "vmap") else (lambda x: x)
-        return jax.tree.map(lambda *values: np.concatenate([time_first(x) for x in values]), *read), final
+        steps_first = (lambda x: np.moveaxis(x, 1, 0)) if self.several else (lambda x: x)
+        return jax.tree.map(lambda *values: np.concatenate([steps_first(x) for x in values]), *read), final
 
-    def run_from_engine(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """`run` from the engine's initial parameters of the same seeds."""
-        program = Program(self.config)
-        states = [fresh(from_engine(program.init(np.uint32(seed)).params), self.config) for seed in self.seeds]
-        single = self.form in ("scan", "step")
-        state = states[0] if single else jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+    def run_from(self, weights: Sequence[Weights]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """`run` from given weights, one dict per seed."""
+        states = [fresh(own, self.config) for own in weights]
+        state = jax.tree.map(lambda *leaves: np.stack(leaves), *states) if self.several else states[0]
         return self.run(jax.device_put(state, self.sharding))
 
 
 class EngineSteps:
     """The engine's compiled chunk alone, called again and again on the same windows: no data, no metrics read."""
 
-    def __init__(self, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, mesh: jax.sharding.Mesh, steps: int) -> None:
+    def __init__(
+        self, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, mesh: jax.sharding.Mesh, steps: int
+    ) -> None:
         seats = Seats(len(seeds), mesh)
         programs = compiled(config, seats, corpus)
         self._chunk, self._counts = programs.chunk(steps), seats.counts
-        self._numbers = seats.put(type(config.numbers())(*(np.full(len(seeds), n, np.float32) for n in config.numbers())))
+        self._numbers = seats.put(Numbers(*(np.full(len(seeds), n, np.float32) for n in config.numbers())))
         self._state = programs.init(seats.counts, seats.put(np.array(seeds, np.uint32)))
         windows = corpus.batches(list(seeds), range(steps), batch_size=config.batch_size, length=config.length)
         self._windows = seats.put(np.moveaxis(windows, 1, 0))
@@ -285,10 +292,7 @@ class HandWrittenSteps:
     """The same of the hand-written chunk."""
 
     def __init__(self, peer: HandWritten, steps: int) -> None:
-        seeds = np.array(peer.seeds, np.uint32)
-        self._advance = peer.advance
-        self._state = peer.init(jax.device_put(seeds[0] if peer.form == "scan" else seeds, peer.sharding))
-        self._windows = peer.windows(0, steps)
+        self._advance, self._state, self._windows = peer.advance, peer.start(), peer.windows(0, steps)
 
     def __call__(self) -> None:
         self._state, metrics = self._advance(self._state, self._windows)
@@ -302,10 +306,20 @@ def lanes_of(config: TrainConfig, seeds: Sequence[int]) -> list[Lane]:
     return [Lane(config.numbers(), seed) for seed in seeds]
 
 
+def engine_weights(
+    config: TrainConfig, seeds: Sequence[int], corpus: Corpus, mesh: jax.sharding.Mesh
+) -> list[Weights]:
+    """The engine's initial parameters of each seed, on the host, in this file's form."""
+    seats = Seats(len(seeds), mesh)
+    state = compiled(config, seats, corpus).init(seats.counts, seats.put(np.array(seeds, np.uint32)))
+    params = seats.take(state.params)
+    return [from_engine(jax.tree.map(lambda x: x[lane], params)) for lane in range(len(seeds))]
+
+
 def differences(peer: HandWritten, mesh: jax.sharding.Mesh, steps: int) -> tuple[float, float, float]:
     """Largest difference of the losses (absolute) and of all other statistics (relative to the larger of the value and
     one) over the first `steps` steps, from the same initial parameters, and the mean share of clipped heads."""
-    own, _ = peer.run_from_engine()
+    own, _ = peer.run_from(engine_weights(peer.config, peer.seeds, peer.corpus, mesh))
     engine = train(peer.config, lanes_of(peer.config, peer.seeds), peer.corpus, mesh=mesh).curves
     if set(own) != set(engine):
         raise SystemExit(f"the two sides compute different statistics: {sorted(set(own) ^ set(engine))}")
@@ -333,19 +347,19 @@ def check(peers: Sequence[HandWritten], mesh: jax.sharding.Mesh, steps: int) -> 
 
 def compare(
     title: str, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, forms: Sequence[str], mesh: jax.sharding.Mesh,
-    *, check_steps: int, rounds: int, jobs: bool = True,
+    *, check_steps: int, rounds: int,
 ) -> None:  # fmt: skip
-    """Checks and times the engine against the forms: whole jobs, if asked, and the compiled steps alone."""
-    print(f"\n{title}: {len(seeds)} seed(s), {mesh.size} device(s), {config.optimizer}, {config.steps} steps a job")
+    """Checks and times the engine against the forms: whole jobs, and the compiled steps alone."""
+    print(f"\n{title}: {len(seeds)} seed(s), {mesh.size} device(s), {config.optimizer}, {config.steps} steps per job")
     chunk, devices = steps_per_chunk(config, mesh), list(mesh.devices.flat)
     peers = {form: HandWritten(config, seeds, corpus, form, devices, chunk) for form in forms}
     check(list(peers.values()), mesh, min(check_steps, config.steps))
-    if jobs:
-        sides = {"engine": lambda: train(config, lanes_of(config, seeds), corpus, mesh=mesh)}
-        sides |= {f"hand-written {form}": peer.run for form, peer in peers.items()}
-        _report("whole job", interleaved(sides, rounds), config.steps)
+    sides = {"engine": lambda: train(config, lanes_of(config, seeds), corpus, mesh=mesh)}
+    sides |= {f"hand-written {form}": peer.run for form, peer in peers.items()}
+    _report("whole job", interleaved(sides, rounds), config.steps)
     sides = {"engine": EngineSteps(config, seeds, corpus, mesh, chunk)}
-    sides |= {f"hand-written {form}": HandWrittenSteps(peer, chunk) for form, peer in peers.items() if form != "step"}
+    scanned = {form: peer for form, peer in peers.items() if form != "step"}
+    sides |= {f"hand-written {form}": HandWrittenSteps(peer, chunk) for form, peer in scanned.items()}
     _report("compiled steps alone", interleaved(sides, 2 * rounds), chunk)
 
 
@@ -373,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     settings(parser, steps=100)
     parser.add_argument("--seeds", type=int, default=8, help="runs of the second comparison (default: 8)")
-    parser.add_argument("--check-steps", type=int, default=10, help="steps over which both sides must agree (default: 10)")
+    parser.add_argument("--check-steps", type=int, default=10, help="steps that both sides must agree on (default: 10)")
     parser.add_argument("--optimizer", default="muon", choices=("muon", "adamw"))
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")

@@ -42,7 +42,9 @@ def spread(values: Sequence[float], unit: str = "", scale: float = 1.0, digits: 
     return f"{shown[0]}{unit and ' ' + unit} ({shown[1]} to {shown[2]})"
 
 
-def judged(label: str, values: Sequence[float], *, at_most: float | None = None, at_least: float | None = None) -> str:
+def judged(
+    label: str, values: Sequence[float], *, at_most: float | None = None, at_least: float | None = None
+) -> str:
     """One line: the ratio, and whether its median meets the target."""
     middle = statistics.median(values)
     met = middle <= at_most if at_most is not None else middle >= at_least
@@ -56,4 +58,5 @@ def machine() -> str:
 
     load = f", load average {os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else ""
     kinds = sorted({device.device_kind for device in jax.devices()})
-    return f"jax {jax.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores{load}, {', '.join(kinds)}"
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    return f"{versions}, {os.cpu_count()} cores{load}, {', '.join(kinds)}"

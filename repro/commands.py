@@ -198,6 +198,7 @@ def verdict(args: argparse.Namespace) -> int:
     from repro.claims import decide_all
     from repro.report import claims_table
     from repro.report.record import RunFolder, stored_verdicts
+    from repro.report.tables import check_order
 
     console = _console()
     if len(args.folders) > 1 and not args.check:
@@ -207,6 +208,7 @@ def verdict(args: argparse.Namespace) -> int:
         record, stored, runs = folder.sealed()
         experiment, preset = _same_rules(record, path)
         verdicts = stored_verdicts(stored)
+        check_order(experiment.claims_for(preset), verdicts)
         if args.check:
             again = decide_all(experiment.claims_for(preset), runs)
             for old, new in zip(verdicts, again, strict=True):

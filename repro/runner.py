@@ -92,8 +92,9 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
     columns["seed"] = repeat([seed for _, _, seed in job.lanes], pl.Int64)
     columns["step"] = pl.Series(np.tile(np.arange(steps), lanes), dtype=pl.Int32)
     for name, values in curves.items():
-        flat = np.moveaxis(values, 1, 0).reshape(lanes * steps, -1)
-        columns[name] = pl.Series(flat[:, 0] if values.ndim == 2 else list(flat), dtype=None if values.ndim == 2 else pl.List(pl.Float32))
+        rows = np.moveaxis(values, 1, 0).reshape(lanes * steps, -1)
+        # Lists rather than fixed-width arrays, since models of different sizes stand in one table.
+        columns[name] = pl.Series(rows[:, 0]) if values.ndim == 2 else pl.Series(rows).cast(pl.List(pl.Float32))
     return pl.DataFrame(columns)
 
 

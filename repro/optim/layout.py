@@ -77,7 +77,8 @@ def check_layouts(params: Any, layouts: Any) -> None:
         for axis in axes:
             if not 0 <= axis < jnp.ndim(value):
                 raise ReproError(
-                    f"parameter {name} of shape {jnp.shape(value)} has no axis {axis} that its layout names (axes count from 0)."
+                    f"parameter {name} of shape {jnp.shape(value)} has no axis {axis} that its layout names; "
+                    "axes count from 0."
                 )
     if declared:
         raise ReproError(f"layout {next(iter(declared))} belongs to no parameter; remove it or rename it.")

@@ -29,7 +29,8 @@ def qk_clip(params: Any, max_logits: jax.Array, *, tau: jax.Array | float, layou
 
     The logit of a clipped head then scales by exactly gamma for the same inputs. Heads with gamma = 1 keep their bits.
     Momentum is left alone. Raises `ReproError` if no parameter is declared as query and key projection with a head
-    and a layer axis, or if `max_logits` has another shape than those axes: a per-layer maximum would clip every head. Source: Kimi K2 (arXiv 2507.20534), section 2.1.
+    and a layer axis, or if `max_logits` has another shape than those axes: a per-layer maximum would clip every head.
+    Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
     gamma_LH = qk_clip_factor(max_logits, tau)
     exponent = {"q": alpha, "k": 1.0 - alpha}

@@ -156,10 +156,17 @@ def log_scale(axis: Axis, values: Iterable[float]) -> bool:
 
 
 def fixed_ticks(axis: Axis, values: Sequence[float], *, at_most: int):
-    """Ticks at measured positions only, thinned evenly to `at_most`."""
-    every = math.ceil(len(values) / at_most)
-    axis.set_major_locator(FixedLocator(sorted(values)[::every]))
+    """Ticks at measured positions of a log axis only, as many as stand apart: none nearer to its neighbour than the
+    range over `at_most`."""
+    positions = sorted(set(values))
+    apart = math.log(positions[-1] / positions[0]) / at_most
+    chosen: list[float] = []
+    for position in positions:
+        if not chosen or math.log(position / chosen[-1]) >= apart:
+            chosen.append(position)
+    axis.set_major_locator(FixedLocator(chosen))
     axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
 
 
 def mark_lost(axes: Axes, x: float, *, offset: float, color: str):

@@ -179,15 +179,21 @@ class RunFolder:
         Raises `ReproError` if a file is missing, or is not the one that the verdict was derived from.
         """
         verdict = self.read("verdict.json")
+        hashes = verdict.get("files")
+        if not isinstance(hashes, dict):
+            raise ReproError(f"{self.path / 'verdict.json'} was edited; restore it, or run the experiment again.")
         for name in SEALED:
             path = self.path / name
             if not path.is_file():
                 raise ReproError(f"{self.path} is incomplete: {name} is missing; restore it, or run the experiment again.")
-            if sha256(path) != verdict.get("files", {}).get(name):
+            if sha256(path) != hashes.get(name):
                 raise ReproError(f"{path} was edited after its verdict was written; restore it, or run the experiment again.")
         return self.read("run.json"), verdict, runs_from_table(pl.read_parquet(self.path / "runs.parquet"))
 
 
 def stored_verdicts(verdict: dict[str, Any]) -> tuple[Verdict, ...]:
-    """The verdicts of a verdict.json."""
-    return tuple(Verdict.from_json(item) for item in verdict["verdicts"])
+    """The verdicts of a verdict.json. Raises `ReproError` if it does not hold them in the form of this version."""
+    try:
+        return tuple(Verdict.from_json(item) for item in verdict["verdicts"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ReproError("verdict.json was edited or damaged; restore it, or run the experiment again.") from error

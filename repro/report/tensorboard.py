@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from pathlib import Path
 
 import polars as pl
 from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.record_writer import RecordWriter
+from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
+
+from repro.report.record import write_atomically
 
 CELL = ["phase", "arm", "size", "point", "rate"]
 
@@ -23,13 +26,15 @@ def write_events(folder: Path, curves: pl.DataFrame, metrics: list[str]) -> None
     now = time.time()
     for (phase, arm, size, point, rate), rows in grouped.group_by(CELL, maintain_order=True):
         path = Path(folder) / phase / arm / f"{size}-{point}-{rate:g}" / "events.out.tfevents.0.repro"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        writer = RecordWriter(str(path))
-        writer.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         tags = [c for c in rows.columns if "/" in c]
+        events = [Event(wall_time=now, file_version="brain.Event:2")]
         for row in rows.sort("step").iter_rows(named=True):
-            for tag in tags:
-                event = Event(wall_time=now, step=row["step"], summary=scalar(tag, row[tag]))
-                writer.write(event.SerializeToString())
-        writer.close()
+            events += [Event(wall_time=now, step=row["step"], summary=scalar(tag, row[tag])) for tag in tags]
+        write_atomically(path, b"".join(_framed(event.SerializeToString()) for event in events))
+
+
+def _framed(data: bytes) -> bytes:
+    """One TFRecord: length, its checksum, the data, their checksum."""
+    length = struct.pack("<Q", len(data))
+    checksum = lambda part: struct.pack("<I", masked_crc32c(part))
+    return length + checksum(length) + data + checksum(data)

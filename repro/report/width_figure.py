@@ -47,7 +47,6 @@ def width_figure(spec: Width, experiment: Experiment, runs: Runs) -> Figure | No
         mark_lost(axis, width, offset=0, color=style["color"])
     axis.set_xscale("log", base=2)
     fixed_ticks(axis.xaxis, list(by_width), at_most=10)
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axis.margins(x=0.08)
     axis.set_xlabel("model width")
     axis.set_ylabel(spec.ylabel)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path) -> None:
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax raises what it logs, a traceback for each thread
         import orbax.checkpoint as ocp  # slow to import, and not every run saves
 
         self.folder = Path(folder).resolve()
@@ -38,14 +40,19 @@ class Checkpoints:
         """Writes `state` (a tree of arrays) and the metrics so far (step axis first). Raises OSError if the disk is
         full; the previous checkpoint then stands."""
         leaves = {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
-        self._manager.save(
-            step,
-            args=self._ocp.args.Composite(
-                state=self._ocp.args.StandardSave(leaves),
-                curves=self._ocp.args.StandardSave(metrics),
-                identity=self._ocp.args.JsonSave({"identity": identity}),
-            ),
+        items = self._ocp.args.Composite(
+            state=self._ocp.args.StandardSave(leaves),
+            curves=self._ocp.args.StandardSave(metrics),
+            identity=self._ocp.args.JsonSave({"identity": identity}),
         )
+        try:
+            self._manager.save(step, args=items)
+        except Exception as error:
+            # TensorStore raises ValueError for a full disk, with the system's number in its text.
+            number = re.search(r"os_error_code='(\d+)'", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(self.folder)) from error
 
     def restore(self, step: int, identity: str, like: Any, metrics_like: Any) -> tuple[Any, dict[str, np.ndarray]]:
         """The state (with the structure and sharding of `like`) and metrics of `step`.

@@ -30,7 +30,8 @@ def config_of(kind):
 
 def make_weights(kind, seed=0, scale=0.7):
     rng = np.random.default_rng(seed)
-    w = {n: rng.normal(size=(D, H, K)) * scale for n in ("q_DHK", "k_DHK", "v_DHV")} | {"o_HVD": rng.normal(size=(H, K, D))}
+    w = {n: rng.normal(size=(D, H, K)) * scale for n in ("q_DHK", "k_DHK", "v_DHV")}
+    w["o_HVD"] = rng.normal(size=(H, K, D))
     if "qk_norm" in KINDS[kind]:
         w |= {n: 1 + rng.normal(size=K) for n in ("q_gain_K", "k_gain_K")}
     return {n: x.astype(np.float32) for n, x in w.items()}
@@ -86,8 +87,8 @@ def by_loops(kind, wrong=""):
                 raw = np.array([q @ ready(w["k_DHK"], w.get("k_gain_K"), b, s, h) for s in range(T)])
                 raw = raw / (K if wrong == "scale 1/K" else D**0.5 if wrong == "scale by width" else K**0.5)
                 seen = raw
-                if config.soft_cap and wrong != "no cap":
-                    seen = np.clip(raw, -config.soft_cap, config.soft_cap) if wrong == "hard cap" else config.soft_cap * np.tanh(raw / config.soft_cap)
+                if (cap := config.soft_cap) and wrong != "no cap":
+                    seen = np.clip(raw, -cap, cap) if wrong == "hard cap" else cap * np.tanh(raw / cap)
                 visible = np.arange(T) < t if wrong == "strict mask" and t else np.arange(T) <= t
                 if wrong == "no mask":
                     visible[:] = True
@@ -96,7 +97,8 @@ def by_loops(kind, wrong=""):
                 mixed = sum(p[s] * (x[b, s] @ w["v_DHV"][:, h]) for s in range(T))
                 out[b, t] += mixed @ w["o_HVD"][h]
                 here = np.ones(T, bool) if wrong == "masked counted" else visible
-                found["max_logit"][h].append(max(np.abs(raw[here]) if wrong == "absolute" else seen[here] if wrong == "after cap" else raw[here]))
+                signed = {"absolute": np.abs(raw), "after cap": seen}.get(wrong, raw)
+                found["max_logit"][h].append(max(signed[here]))
                 found["max_abs_logit"][h].append(max(raw[here] if wrong == "signed" else np.abs(raw[here])))
                 found["max_capped_logit"][h].append(max(np.abs(raw[here] if wrong == "before cap" else seen[here])))
                 entropy = -sum(v * (np.log2(v) if wrong == "bits" else np.log(v)) for v in p if v > 0)
@@ -121,8 +123,13 @@ def test_equals_loops_over_heads_and_positions(kind):
 @pytest.mark.parametrize(
     ("kind", "wrong"),
     [
-        *(("plain", w) for w in ["scale 1/K", "scale by width", "no mask", "strict mask", "no rope", "absolute", "signed",
-                                 "masked counted", "bits", "largest entropy"]),
+        *(
+            ("plain", w)
+            for w in [
+                "scale 1/K", "scale by width", "no mask", "strict mask", "no rope", "absolute", "signed",
+                "masked counted", "bits", "largest entropy",
+            ]
+        ),
         *((kind, w) for kind in ("rms", "layer") for w in ["no qk-norm", "other norm", "no gain", "norm after rope"]),
         *(("soft_cap", w) for w in ["no cap", "hard cap", "after cap", "before cap"]),
     ],

@@ -11,8 +11,9 @@ from repro.optim import Layout, check_layouts, describe, from_declarations, per_
 
 CONFIGS = {
     f"{size} {norm}": dataclasses.replace(SIZES[size].apply(ModelConfig()), qk_norm=norm)
-    for size, norm in [("xs", "none"), ("s", "rms"), ("m", "layer"), ("deep", "none"), ("w32", "layer"), ("gpt2", "rms")]
+    for size, norm in zip(SIZES, ["none", "rms", "layer"] * 3)
 }
+STACKED = dataclasses.replace(SIZES["m"].apply(ModelConfig()), qk_norm="layer")
 
 
 def of(config):
@@ -26,7 +27,7 @@ def matrix(inputs, outputs, **more):
 
 def test_the_layouts_of_a_stacked_model():
     gain = Layout("norm", layer=0)
-    assert of(CONFIGS["m layer"])[1] == {
+    assert of(STACKED)[1] == {
         "embedding_ZD": Layout("embedding"),
         "head_DZ": Layout("head"),
         "final_norm": {"gain": Layout("norm")},
@@ -69,7 +70,7 @@ def test_every_parameter_of_every_config_has_a_layout_that_fits(name):
 
 
 def test_per_head_muon_of_a_model():
-    shapes, layouts = of(CONFIGS["m layer"])
+    shapes, layouts = of(STACKED)
     joint, split = (describe(shapes, tree).splitlines() for tree in (layouts, per_head(layouts)))
     changed = [(a.split(": ")[1], b) for a, b in zip(joint, split, strict=True) if a != b]
     assert [a for a, _ in changed] == ["Muon on 6 of 256 x 256"] * 3

@@ -31,8 +31,12 @@ def params_of(kind):
     """Parameters of about the size of the real start, drawn by NumPy."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(functional(KINDS[kind])[0], jax.random.key(0))
-    draw = lambda path, x: 1 + 0.1 * rng.normal(size=x.shape) if "gain" in path[-1].key else 0.25 * rng.normal(size=x.shape)
-    return jax.tree_util.tree_map_with_path(lambda p, x: draw(p, x).astype(np.float32), shapes)
+
+    def draw(path, x):
+        mean, deviation = (1, 0.1) if "gain" in path[-1].key else (0, 0.25)
+        return (mean + deviation * rng.normal(size=x.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @functools.cache
@@ -71,7 +75,8 @@ def test_number_of_parameters(kind):
     c = KINDS[kind]
     D, H, K, F, L = c.width, c.heads, c.head_size, c.ffn, c.layers
     gains = 2 * D + (2 * K if c.qk_norm != "none" else 0)
-    assert sum(x.size for x in jax.tree.leaves(params_of(kind))) == 2 * Z * D + D + L * (4 * D * H * K + 3 * D * F + gains)
+    per_layer = 4 * D * H * K + 3 * D * F + gains
+    assert sum(x.size for x in jax.tree.leaves(params_of(kind))) == 2 * Z * D + D + L * per_layer
 
 
 WIDE = ModelConfig(vocab_size=256, layers=2, width=64, heads=4, ffn=128, qk_norm="layer")

@@ -30,7 +30,8 @@ def rows_and_columns_are_named_axes(flatten, shape, layout):
     batch = [a for a in range(len(shape)) if a not in layout.inputs + layout.outputs]
     flat = lambda index, axes: np.ravel_multi_index([index[a] for a in axes], [shape[a] for a in axes])
     for index in np.ndindex(shape):
-        assert matrices[(*(index[a] for a in batch), flat(index, layout.inputs), flat(index, layout.outputs))] == x[index]
+        place = (*(index[a] for a in batch), flat(index, layout.inputs), flat(index, layout.outputs))
+        assert matrices[place] == x[index]
 
 
 @given(shapes_and_layouts())

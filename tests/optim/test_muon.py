@@ -310,16 +310,18 @@ def test_rate_schedules():
         np.testing.assert_array_equal(history[0][name], history[-1][name])
 
 
-QK = {"q": Layout("matrix", (1,), (2, 3), head=2, layer=0, qk="q"), "k": Layout("matrix", (1,), (2, 3), head=2, layer=0, qk="k"),
-      "gain": Layout("norm", layer=0)}  # fmt: skip
+QK = {
+    "q": Layout("matrix", (1,), (2, 3), head=2, layer=0, qk="q"),
+    "k": Layout("matrix", (1,), (2, 3), head=2, layer=0, qk="k"),
+    "gain": Layout("norm", layer=0),
+}
 
 
 @pytest.mark.parametrize("decay", ["coupled", "independent"])
 def test_traced_numbers_under_vmap(decay):
     rng = np.random.default_rng(0)
-    make = lambda: {
-        "q": rng.normal(size=(4, 2, 6, 3, 4)), "k": rng.normal(size=(4, 2, 6, 3, 4)), "gain": rng.normal(size=(4, 2, 6)),
-    }  # fmt: skip
+    shapes = {"q": (4, 2, 6, 3, 4), "k": (4, 2, 6, 3, 4), "gain": (4, 2, 6)}
+    make = lambda: {name: rng.normal(size=shape) for name, shape in shapes.items()}
     params, grads = (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), make()) for _ in range(2))
     logits = jnp.asarray(rng.uniform(-50, 200, size=(4, 2, 3)), jnp.float32)
     numbers = tuple(jnp.float32(x) for x in ([0.0, 1e-3, 0.1, 0.1], [0.1, 0.0, 0.3, 0.3], [50.0, 100.0, jnp.inf, 80.0]))

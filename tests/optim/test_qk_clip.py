@@ -45,7 +45,10 @@ def test_factor_of_any_maximum(s, tau):
     clips_to_tau_and_leaves_the_rest(factor, s, np.float32(tau))
 
 
-@given(hnp.arrays(np.float32, 8, elements=st.floats(width=32, allow_nan=False)), st.floats(0, width=32, exclude_min=True))
+any_floats = st.floats(width=32, allow_nan=False)
+
+
+@given(hnp.arrays(np.float32, 8, elements=any_floats), st.floats(0, width=32, exclude_min=True))
 @settings(deadline=None, derandomize=True, max_examples=100)
 def test_factor_is_never_nan(s, tau):
     gamma = np.asarray(factor(s, np.float32(tau)))
@@ -124,7 +127,7 @@ def test_alpha():
 
 
 def test_axes_may_come_in_any_order():
-    swapped = {"q": Layout("matrix", (0,), (1,), head=2, layer=3, qk="q"), "k": Layout("matrix", (0,), (1,), head=2, layer=3, qk="k")}
+    swapped = {name: Layout("matrix", (0,), (1,), head=2, layer=3, qk=name) for name in "qk"}
     move = lambda tree: {name: jnp.transpose(tree[name], (1, 3, 2, 0)) for name in "qk"}
     got = qk_clip(move(weights()), LOGITS, tau=100.0, layouts=swapped)
     want = move(qk_clip(weights(), LOGITS, tau=100.0, layouts=QK))

@@ -1,0 +1,33 @@
+"""Experiments are found by name: those that are shipped, and those of the working directory."""
+
+import sys
+
+import pytest
+
+from repro import catalogue
+from repro.errors import ReproError
+
+
+def test_hyphens_and_underscores_are_one_name():
+    assert catalogue.load("logit_explosion") is catalogue.load("logit-explosion")
+    assert catalogue.load("logit-explosion").name == "logit-explosion"
+    assert "experiments" not in sys.modules
+
+
+def test_every_name_is_the_name_of_its_experiment():
+    assert all(catalogue.load(name).name == name for name in catalogue.names())
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(ReproError, match="experiment 'nope' is unknown; known are .*logit-explosion"):
+        catalogue.load("nope")
+
+
+def test_ones_own_experiments(toy, tmp_path, monkeypatch):
+    assert toy.name == "race" and "race" in catalogue.names() and "logit-explosion" in catalogue.names()
+    monkeypatch.chdir(tmp_path)
+    assert "race" not in catalogue.names()
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "empty.py").write_text("x = 1\n")
+    with pytest.raises(ReproError, match="defines no EXPERIMENT"):
+        catalogue.load("empty")
