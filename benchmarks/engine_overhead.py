@@ -350,7 +350,7 @@ def compare(
     *, check_steps: int, rounds: int,
 ) -> None:  # fmt: skip
     """Checks and times the engine against the forms: whole jobs, and the compiled steps alone."""
-    print(f"\n{title}: {len(seeds)} seed(s), {mesh.size} device(s), {config.optimizer}, {config.steps} steps per job")
+    print(f"\n{title}: {len(seeds)} seed(s), {mesh.size} device(s), {config.optimizer}, {config.steps} steps")
     chunk, devices = steps_per_chunk(config, mesh), list(mesh.devices.flat)
     peers = {form: HandWritten(config, seeds, corpus, form, devices, chunk) for form in forms}
     check(list(peers.values()), mesh, min(check_steps, config.steps))

@@ -98,7 +98,7 @@ def _all_claims(experiment: Any) -> list:
 def run(args: argparse.Namespace, overrides: list) -> int:
     _start_devices()
     from repro import catalogue
-    from repro.overrides import changed_preset, parse
+    from repro.overrides import changed_preset, help_text
     from repro.report.record import RunFolder
 
     if args.name is None:
@@ -112,10 +112,8 @@ def run(args: argparse.Namespace, overrides: list) -> int:
     stored = experiment.presets[args.preset]
     prog = f"repro run {experiment.name}"
     if args.help:
-        import tyro
-
         print(f"usage: {prog} [--preset {'|'.join(experiment.presets)}] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n")
-        print(tyro.extras.get_parser(type(stored), default=stored, prog=prog).format_help())
+        print(help_text(stored, prog))
         return 0
     preset, changed = changed_preset(experiment, stored, overrides, args.seeds, prog)
     _check_platform(preset, args.preset)

@@ -32,9 +32,21 @@ def parse(preset: Preset, arguments: list[str], prog: str) -> Preset:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return tyro.cli(Preset, default=preset, args=arguments, prog=prog, config=(tyro.conf.AvoidSubcommands,))
+            return _parsed(preset, arguments, prog)
     except SystemExit:
         raise ReproError(f"{prog}: {_first_paragraph(said.getvalue())}; `{prog} --help` lists every field.") from None
+
+
+def help_text(preset: Preset, prog: str) -> str:
+    """Every field that can be overridden, with its value."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        _parsed(preset, ["--help"], prog)
+    return said.getvalue()
+
+
+def _parsed(preset: Preset, arguments: list[str], prog: str) -> Preset:
+    return tyro.cli(Preset, default=preset, args=arguments, prog=prog, config=(tyro.conf.AvoidSubcommands,))
 
 
 def _first_paragraph(box: str) -> str:

@@ -57,7 +57,7 @@ REFUSALS = [
     (["dance"], "invalid choice: 'dance'"),
     (["list", "--all"], "unrecognized arguments: --all"),
     (["show"], "required: ID"),
-    (["show", "Q-1"], "'Q-1' is neither a claim nor an experiment"),
+    (["show", "Z-1"], "'Z-1' is neither a claim nor an experiment"),
     (["run"], "which experiment? Known are logit-explosion"),
     (["run", "nope"], "experiment 'nope' is unknown"),
     (["run", "logit-explosion", "--preset", "huge"], "preset 'huge' is unknown for logit-explosion; known are smoke, cpu"),

@@ -81,7 +81,7 @@ def abstract(config: ModelConfig) -> Transformer:
         return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0)))
 
 
-def functional(
+def init_and_apply(
     config: ModelConfig,
 ) -> tuple[Callable[[jax.Array], dict[str, Any]], Callable[[dict[str, Any], jax.Array], Output]]:
     """`init(key) -> params` and `apply(params, tokens_BT) -> Output` over plain nested dicts, for jit, vmap and scan.

@@ -34,8 +34,8 @@ def fake_quantize(
 
 @functools.partial(jax.jit, static_argnames=("recipe", "axis", "clip_gradient"))
 def _forward(x, words, scale, recipe, axis, clip_gradient):
-    x_hat, limit = dequantized(x, words, scale, recipe, axis)
-    return x_hat, (jnp.abs(x) <= limit) if clip_gradient else None
+    x_hat, within = dequantized(x, words, scale, recipe, axis)
+    return x_hat, within if clip_gradient else None
 
 
 @jax.custom_jvp

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from repro.errors import ReproError
-from repro.quant.bits import INFINITY, LARGEST, NAN, SIGN, extend, from_bits, magnitude, pattern_of, quotient, to_bits
+from repro.quant.bits import INFINITY, NAN, SIGN, extend, from_bits, magnitude, pattern_of, quotient, to_bits
 from repro.quant.blocks import Blocks, blocks_of, blocks_of_codes, negative_axis, other_axis
 from repro.quant.codebook import entry, nearest_entry
 from repro.quant.codes import decode, encode_grid
@@ -93,10 +93,11 @@ def quantize(
     scales (TransformerEngine); with a power of two both are the same and exact. Bits are equal eagerly, under jit and
     under vmap, but for the mean in double quantisation, which is a sum.
     """
-    return _quantize(*_prepared(x, recipe, axis, key, scale))
+    return _quantize(*prepared(x, recipe, axis, key, scale))
 
 
-def _prepared(x, recipe, axis, key, scale):
+def prepared(x, recipe, axis: int, key, scale):
+    """The checked arguments of `quantize`: x and scale as float32, random words, recipe, axis from the end."""
     recipe = recipe_of(recipe)
     element = FORMATS[recipe.element]
     check_rounding(recipe.rounding, key, element)
@@ -132,17 +133,17 @@ def elements_of(
         code = jax.lax.bitcast_convert_type(scales.block, jnp.uint8).astype(jnp.int32)
         relative = extend(mag) - ((blocks.spread(code) - 127) << 23)
     elif scales.factor is not None:
-        relative = to_bits(from_bits(mag) * blocks.spread(scales.factor))
+        relative = magnitude(from_bits(mag) * blocks.spread(scales.factor))
     else:
         ratio = quotient(view, blocks.spread(scales.divisor))
         if element.codebook:
             return nearest_entry(from_bits(to_bits(ratio) | (to_bits(view) & SIGN)), element)[0], scales
-        relative = to_bits(ratio)
+        relative = magnitude(ratio)
     if words is not None:
         words = blocks.view(words)
-    # A NaN is the largest pattern and becomes the largest element; its scale is NaN.
-    grid = jnp.minimum(round_pattern(relative & ~SIGN if not recipe.power_of_two else relative, words, element,
-                                     recipe.rounding), pattern_of(element.max))
+    # What saturates does so before it is rounded: noise has no say in it, and a NaN has no pattern to overflow.
+    relative = jnp.minimum(relative, pattern_of(element.max))
+    grid = round_pattern(relative, words, element, recipe.rounding)
     if recipe.scale_rule == "given":
         grid = jnp.where(mag >= INFINITY, NAN, grid)
     return grid, scales
@@ -166,8 +167,8 @@ def _dequantize(q: QTensor) -> jax.Array:
     return blocks.unview(from_bits(mag | (pattern & SIGN)))
 
 
-def dequantized(x, words, scale, recipe: Recipe, axis: int) -> jax.Array:
-    """`quantize(...).dequantize()` without the codes: one pass over x after that for the scales."""
+def dequantized(x, words, scale, recipe: Recipe, axis: int) -> tuple[jax.Array, jax.Array]:
+    """x_hat without the codes, in one pass over x after that for the scales; and where x did not saturate."""
     blocks = blocks_of(x.shape, recipe, axis)
     view = blocks.view(x)
     element = FORMATS[recipe.element]
@@ -176,5 +177,9 @@ def dequantized(x, words, scale, recipe: Recipe, axis: int) -> jax.Array:
     if element.codebook:
         pattern = to_bits(entry(grid, element))
         grid, sign = pattern & ~SIGN, pattern & SIGN
+    elif element.fixed_point:
+        sign = jnp.where(grid == 0, 0, sign)
     mag = rescale(grid, scales.block, scales.tensor, recipe, blocks)
-    return blocks.unview(from_bits(mag | sign))
+    largest = blocks.spread(jnp.full(blocks.counts, pattern_of(element.max)))
+    within = magnitude(view) <= rescale(largest, scales.block, scales.tensor, recipe, blocks)
+    return blocks.unview(from_bits(mag | sign)), blocks.unview(within)

@@ -41,7 +41,8 @@ def round_to(
     """The values of `x`, of any shape, on the grid of `fmt`: float32 of the same shape.
 
     `x` is taken as float32 (a float64 array is rounded to float32 first, as everywhere in JAX). The result is a
-    function of the bits of x: equal eagerly, under jit and under vmap, with subnormals and the sign of zero kept.
+    function of the bits of x: equal eagerly, under jit and under vmap, with subnormals kept, and the sign of zero where
+    the format has two zeros (integers and NF4 have one).
 
     - `rounding`: `"nearest_even"` (IEEE 754-2019, section 4.3.1; in E8M0, where every significand is odd, a tie goes
       up, and in NF4 to the even code), `"toward_zero"`, or `"stochastic"`: up with probability (|x| - low) / (high -
@@ -149,7 +150,7 @@ def _round_to(
         rounded = round_pattern(mag, words, fmt, rounding)
     rounded = jnp.where(mag == INFINITY, INFINITY, rounded)
     rounded = jnp.where(rounded > _limit(sign, fmt), _overflown(mag, sign, fmt, rounding, overflow), rounded)
-    result = sign | rounded
+    result = jnp.where(rounded == 0, 0, sign | rounded) if fmt.fixed_point else sign | rounded
     nan = mag > INFINITY
     if not fmt.signed:
         nan = nan | (sign != 0) | (mag == 0)

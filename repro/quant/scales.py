@@ -110,10 +110,12 @@ def _double(scale: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return encode_grid(grid.reshape(scale.shape), inner), (mean, second)
 
 
-def decoded_block_scale(block: jax.Array, tensor, recipe: Recipe) -> jax.Array:
-    """The float32 scales of blocks that elements are multiplied by first, `[blocks...]`; not for powers of two."""
-    if recipe.tensor_scale != "double":
-        return decode(block, recipe.scale_format)
+def float_scale(block: jax.Array, tensor, recipe: Recipe) -> jax.Array:
+    """The float32 scales, `[blocks...]`, of a recipe whose scales are not powers of two: both levels in one."""
+    if recipe.tensor_scale == "amax":
+        return decode(block, recipe.scale_format) * tensor
+    if recipe.tensor_scale is None:
+        return block
     mean, second = tensor
     codes = decode(block, "e4m3").ravel()
     # Without the barrier the product and the sum may be contracted into one rounding.
@@ -129,8 +131,6 @@ def rescale(grid: jax.Array, block: jax.Array, tensor, recipe: Recipe, blocks: B
     if recipe.power_of_two:
         code = blocks.spread(lax.bitcast_convert_type(block, jnp.uint8).astype(jnp.int32))
         return jnp.where(code == 255, NAN, times_power_of_two(grid, code - 127))
-    product = from_bits(grid) * blocks.spread(decoded_block_scale(block, tensor, recipe))
-    if recipe.tensor_scale == "amax":
-        product = product * blocks.spread(jnp.broadcast_to(tensor, block.shape))
+    product = from_bits(grid) * blocks.spread(float_scale(block, tensor, recipe))
     pattern = to_bits(product)
     return jnp.where(pattern == INFINITY, LARGEST, pattern)

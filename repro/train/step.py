@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from repro.models import Output, abstract, declarations, functional
+from repro.models import Output, abstract, declarations, init_and_apply
 from repro.optim import adamw, from_declarations, muon, qk_clip
 from repro.train.config import Numbers, TrainConfig
 from repro.train.schedule import fraction
@@ -43,7 +43,7 @@ class Program:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config.structure()
-        self._init_params, self.apply = functional(config.model)
+        self._init_params, self.apply = init_and_apply(config.model)
         self.layouts = from_declarations(declarations(abstract(config.model)))
 
     def optimizer(self, numbers: Numbers, part: jax.Array | float) -> optax.GradientTransformation:

@@ -5,7 +5,7 @@ import jax
 import pytest
 from flax import nnx
 
-from repro.models import SIZES, Block, ModelConfig, declarations, functional
+from repro.models import SIZES, Block, ModelConfig, declarations, init_and_apply
 from repro.models.transformer import abstract
 from repro.optim import Layout, check_layouts, describe, from_declarations, per_head
 
@@ -17,7 +17,7 @@ STACKED = dataclasses.replace(SIZES["m"].apply(ModelConfig()), qk_norm="layer")
 
 
 def of(config):
-    shapes = jax.eval_shape(functional(config)[0], jax.random.key(0))
+    shapes = jax.eval_shape(init_and_apply(config)[0], jax.random.key(0))
     return shapes, from_declarations(declarations(abstract(config)))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from repro.models import Block, ModelConfig, Transformer, functional
+from repro.models import Block, ModelConfig, Transformer, init_and_apply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -23,14 +23,14 @@ KINDS = {
 TOKENS = np.random.default_rng(0).integers(0, Z, size=(B, T))
 
 
-init = jax.jit(functional(CONFIG)[0])
+init = jax.jit(init_and_apply(CONFIG)[0])
 
 
 @functools.cache
 def params_of(kind):
     """Parameters of about the size of the real start, drawn by NumPy."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(functional(KINDS[kind])[0], jax.random.key(0))
+    shapes = jax.eval_shape(init_and_apply(KINDS[kind])[0], jax.random.key(0))
 
     def draw(path, x):
         mean, deviation = (1, 0.1) if "gain" in path[-1].key else (0, 0.25)
@@ -41,7 +41,7 @@ def params_of(kind):
 
 @functools.cache
 def apply_of(config):
-    return jax.jit(functional(config)[1])
+    return jax.jit(init_and_apply(config)[1])
 
 
 def output_of(kind, tokens=TOKENS):
@@ -60,7 +60,7 @@ def close(a, b, tolerance=1e-5):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_and_types(kind):
-    out = jax.eval_shape(functional(KINDS[kind])[1], params_of(kind), TOKENS)
+    out = jax.eval_shape(init_and_apply(KINDS[kind])[1], params_of(kind), TOKENS)
     L, H = KINDS[kind].layers, KINDS[kind].heads
     assert out.logits.shape == (B, T, Z) and out.aux_loss.shape == () and out.hidden is None
     for name in ("max_logit", "max_abs_logit", "max_capped_logit", "entropy"):
@@ -90,7 +90,7 @@ STANDARD_DEVIATIONS = {
 
 @functools.cache
 def wide_params():
-    return jax.jit(functional(WIDE)[0])(jax.random.key(0))
+    return jax.jit(init_and_apply(WIDE)[0])(jax.random.key(0))
 
 
 def starts_as(params, deviations):
@@ -129,7 +129,7 @@ def test_start_depends_on_the_key_alone():
 
 def test_start_under_vmap():
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    many = jax.jit(jax.vmap(functional(CONFIG)[0]))(keys)
+    many = jax.jit(jax.vmap(init_and_apply(CONFIG)[0]))(keys)
     for seed in range(2):
         close(jax.tree.map(lambda x, s=seed: x[s], many), init(jax.random.key(seed)), 1e-6)
 
@@ -154,7 +154,7 @@ def test_first_loss():
 @functools.partial(jax.jit, static_argnames="config")
 def gradients(config, params, tokens, stats_weight):
     def loss(p):
-        out = functional(config)[1](p, tokens)
+        out = init_and_apply(config)[1](p, tokens)
         stats = sum(x.sum() for x in jax.tree.leaves(out.stats))
         return -jnp.mean(jax.nn.log_softmax(out.logits)[:, :-1][..., 0]) + stats_weight * stats
 
@@ -234,7 +234,7 @@ def test_functional_equals_the_module():
 
 
 def test_apply_does_not_change_its_parameters_or_itself():
-    apply = functional(CONFIG)[1]
+    apply = init_and_apply(CONFIG)[1]
     one = jax.eval_shape(apply, params_of("plain"), TOKENS)
     before = jax.tree.map(np.array, params_of("plain"))
     jax.tree.map(np.testing.assert_array_equal, params_of("plain"), before)

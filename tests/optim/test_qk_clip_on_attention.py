@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from repro.models import ModelConfig, MultiHeadAttention, declarations, functional, rope
+from repro.models import ModelConfig, MultiHeadAttention, declarations, init_and_apply, rope
 from repro.models.transformer import abstract
 from repro.optim import from_declarations, muon, qk_clip, qk_clip_factor
 
@@ -34,7 +34,7 @@ def normal(seed, shape):
 
 def make_weights():
     """Small random weights, then each head's trap in the components 1 and 3, whose RoPE angle hardly grows."""
-    shapes = jax.eval_shape(functional(CONFIG)[0], jax.random.key(0))["blocks"]["attention"]
+    shapes = jax.eval_shape(init_and_apply(CONFIG)[0], jax.random.key(0))["blocks"]["attention"]
     w = {name: normal(i, x.shape) * (0.05 if name[0] in "qk" else 0.25) for i, (name, x) in enumerate(shapes.items())}
     q, k = w["q_DHK"], w["k_DHK"]
     q[0, 0, 0, 1] = k[0, 0, 0, 1] = 8.0  # feature 0 is 1 everywhere
