@@ -346,8 +346,8 @@ def check(peers: Sequence[HandWritten], mesh: jax.sharding.Mesh, steps: int) -> 
 
 
 def compare(
-    title: str, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, forms: Sequence[str], mesh: jax.sharding.Mesh,
-    *, check_steps: int, rounds: int,
+    title: str, config: TrainConfig, seeds: Sequence[int], corpus: Corpus, forms: Sequence[str],
+    mesh: jax.sharding.Mesh, *, check_steps: int, rounds: int,
 ) -> None:  # fmt: skip
     """Checks and times the engine against the forms: whole jobs, and the compiled steps alone."""
     print(f"\n{title}: {len(seeds)} seed(s), {mesh.size} device(s), {config.optimizer}, {config.steps} steps")

@@ -87,7 +87,8 @@ def adamw(
     """AdamW on every parameter (Loshchilov and Hutter, arXiv 1711.05101), gains included.
 
     `decay="coupled"` equals `optax.adamw` and PyTorch: the decay is multiplied by the learning rate.
-    `"independent"` shrinks by `weight_decay` alone, as Wortsman et al. (arXiv 2309.14322, section 3.2.1) do.
+    `"independent"` shrinks by `weight_decay` alone; for the rule of Wortsman et al. (arXiv 2309.14322, section 3.2.1) pass
+    the decay times the schedule's fraction, as `repro.train` does.
     """
     return _decayed(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), learning_rate, weight_decay, decay)
 

@@ -1,15 +1,18 @@
 """Low-precision number formats, block scaling and quantised products; see README.md."""
 
+from repro.quant.accumulator import Accumulator, accumulate
 from repro.quant.codes import decode, encode
 from repro.quant.delayed import DelayedScale
+from repro.quant.dot import dot
 from repro.quant.fake import fake_quantize
 from repro.quant.formats import FORMATS, Format
 from repro.quant.hadamard import hadamard
+from repro.quant.policies import POLICIES, GemmPolicy
 from repro.quant.qtensor import QTensor, quantize
 from repro.quant.recipes import RECIPES, Recipe
 from repro.quant.rounding import round_to
 
 __all__ = [
-    "DelayedScale", "FORMATS", "Format", "QTensor", "RECIPES", "Recipe", "decode", "encode", "fake_quantize", "hadamard",
-    "quantize", "round_to",
+    "Accumulator", "DelayedScale", "FORMATS", "Format", "GemmPolicy", "POLICIES", "QTensor", "RECIPES", "Recipe",
+    "accumulate", "decode", "dot", "encode", "fake_quantize", "hadamard", "quantize", "round_to",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ def _thresholds(fmt: Format) -> np.ndarray:
 
 
 def nearest_entry(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """The uint8 codes and the float32 values of the entries nearest to `x` (float32, any shape); NaN gives the first."""
+    """The uint8 codes and the float32 values of the entries nearest to `x` (float32); NaN has the first."""
     codes = jnp.zeros(x.shape, jnp.uint8)
     for threshold in _thresholds(fmt):
         codes = codes + (x >= threshold).astype(jnp.uint8)

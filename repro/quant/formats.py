@@ -93,9 +93,7 @@ class Format:
             return np.arange(-half, half).astype(np.float32) * np.float32(self.min_subnormal)
         field, mantissa = np.divmod(np.arange(2 ** (self.bits - 1)), 2**self.mantissa_bits)
         hidden = np.where(field > 0, 2**self.mantissa_bits, 0)
-        values = np.ldexp(
-            (hidden + mantissa).astype(np.float64), np.maximum(field, 1) - self.bias - self.mantissa_bits
-        )
+        values = np.ldexp((hidden + mantissa).astype(np.float64), np.maximum(field, 1) - self.bias - self.mantissa_bits)
         values = values[values <= self.max].astype(np.float32)
         return np.concatenate([-values[:0:-1], values])
 

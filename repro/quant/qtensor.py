@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from repro.errors import ReproError
 from repro.quant.bits import INFINITY, NAN, SIGN, extend, from_bits, magnitude, pattern_of, quotient, to_bits
-from repro.quant.blocks import Blocks, blocks_of, blocks_of_codes, negative_axis, other_axis
+from repro.quant.blocks import Blocks, blocks_of, blocks_of_codes, negative_axis
 from repro.quant.codebook import entry, nearest_entry
 from repro.quant.codes import decode, encode_grid
 from repro.quant.formats import FORMATS

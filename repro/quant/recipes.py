@@ -91,7 +91,7 @@ class Recipe:
         if shape is None:
             return
         if len(shape) != 2 or not all(size is None or (isinstance(size, int) and size > 0) for size in shape):
-            raise ReproError(f"Block shape {shape} is not a pair of positive sizes (across, along), each possibly None.")
+            raise ReproError(f"Block shape {shape} is not a pair of positive sizes (across, along) or Nones.")
 
     @property
     def power_of_two(self) -> bool:

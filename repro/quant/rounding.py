@@ -54,7 +54,8 @@ def round_to(
       infinity, NaN where there is no infinity (E4M3, E8M0), the largest where there is neither (OCP MX v1.0, section
       5.3).
     - NaN stays NaN. A format without NaN refuses it with `ReproError`; under jit, where nothing can be refused, the
-      result is NaN. E8M0 has no zero and no sign: what is not positive becomes NaN, what is below 2^-127 becomes 2^-127.
+      result is NaN. E8M0 has no zero and no sign: what is not positive becomes NaN, and what is below 2^-127 becomes
+      2^-127.
 
     The derivative is zero; see `fake_quantize` for a straight-through one.
     """
@@ -134,9 +135,7 @@ def _round_stochastic(
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "rounding", "overflow"))
-def _round_to(
-    x: jax.Array, words: jax.Array | None, fmt: Format, rounding: Rounding, overflow: Overflow
-) -> jax.Array:
+def _round_to(x: jax.Array, words: jax.Array | None, fmt: Format, rounding: Rounding, overflow: Overflow) -> jax.Array:
     pattern = to_bits(x)
     mag, sign = pattern & ~SIGN, pattern & SIGN
     if fmt.codebook:
@@ -164,9 +163,7 @@ def _limit(sign: jax.Array, fmt: Format) -> jax.Array | int:
     return largest
 
 
-def _overflown(
-    mag: jax.Array, sign: jax.Array, fmt: Format, rounding: Rounding, overflow: Overflow
-) -> jax.Array | int:
+def _overflown(mag: jax.Array, sign: jax.Array, fmt: Format, rounding: Rounding, overflow: Overflow) -> jax.Array | int:
     if overflow == "saturate" or fmt.specials == "none":
         return _limit(sign, fmt)
     special = INFINITY if fmt.specials == "ieee" else NAN

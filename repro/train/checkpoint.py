@@ -22,7 +22,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path) -> None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax raises what it logs, a traceback for each thread
+        for name in ("absl", "asyncio"):  # Orbax raises what it logs, and would add a traceback for each of its tasks
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         import orbax.checkpoint as ocp  # slow to import, and not every run saves
 
         self.folder = Path(folder).resolve()

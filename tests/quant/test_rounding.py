@@ -57,10 +57,13 @@ def edges(name):
     """All values, all midpoints and the float32 on both sides of each, the ends of float32, both signs."""
     values = FORMATS[name].values().astype(np.float64)
     beyond = [2 * values[-1] - values[-2], (3 * values[-1] - values[-2]) / 2]
-    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, beyond]).astype(np.float32)
+    with np.errstate(over="ignore"):
+        points = np.concatenate([values, (values[1:] + values[:-1]) / 2, beyond]).astype(np.float32)
     ends = np.float32([0, 2**-149, 2**-127, 2**-126, 3.4028235e38, np.inf])
     points = np.concatenate([points, ends])
-    points = np.concatenate([np.nextafter(points, np.float32(-np.inf)), points, np.nextafter(points, np.float32(np.inf))])
+    with np.errstate(over="ignore", under="ignore"):
+        around = [np.nextafter(points, np.float32(end)) for end in (-np.inf, np.inf)]
+    points = np.concatenate([*around, points])
     return np.concatenate([points, -points])
 
 
@@ -101,8 +104,9 @@ def test_agrees_with_gfloat(name):
 
 
 def against_ml_dtypes(name, x):
-    with np.errstate(over="ignore"):
-        same(round_to(x, name, overflow="ieee"), x.astype(ML_DTYPES[name]).astype(np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):
+        theirs = x.astype(np.float32).astype(ML_DTYPES[name]).astype(np.float32)
+    same(round_to(jnp.asarray(x), name, overflow="ieee"), theirs)
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -112,7 +116,7 @@ def test_agrees_with_ml_dtypes(name):
         x = np.arange(2**16).astype(np.uint16).view(wide)
         if not FORMATS[name].has_nan:
             x = x[~np.isnan(x.astype(np.float32))]
-        same(round_to(jnp.asarray(x), name, overflow="ieee"), x.astype(np.float32).astype(ML_DTYPES[name]))
+        against_ml_dtypes(name, x)
 
 
 @pytest.mark.slow
@@ -122,17 +126,21 @@ def test_agrees_with_ml_dtypes_on_ten_million_patterns(name):
         against_ml_dtypes(name, patterns(1_000_000, seed=100 + seed))
 
 
-def test_e8m0_rounds_as_ml_dtypes_does_and_gfloat_does_not():
+def test_e8m0_rounds_ties_up_as_ml_dtypes_does_and_gfloat_does_not():
     x = np.abs(np.concatenate([edges("e8m0"), patterns(20_000, seed=2)]))
     x = x[(x > 0) & np.isfinite(x)]
-    same(round_to(x, "e8m0", overflow="ieee"), x.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):
+        theirs = x.astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    # ml_dtypes rounds what is just above 2^-127, a subnormal of float32, up to 2^-126.
+    wrong = (x > np.float32(2**-127)) & (x < np.float32(1.5 * 2**-127))
+    assert wrong.any() and (theirs[wrong] == 2**-126).all()
+    same(round_to(x, "e8m0", overflow="ieee"), np.where(wrong, np.float32(2**-127), theirs))
     same(round_to([0.0, -0.0, -1.0, np.nan], "e8m0"), [np.nan] * 4)
     same(round_to([np.inf, 2.0**127 * 1.9, 2.0**-140], "e8m0"), [2.0**127, 2.0**127, 2.0**-127])
-    # A tie goes to the even code in gfloat, which also rounds the magnitude of a negative number.
-    info = gfloat.formats.format_info_ocp_e8m0
+    # In gfloat a tie goes to the even code.
     ties = np.array([1.5, 3.0, 6.0])
     np.testing.assert_array_equal(np.asarray(round_to(ties, "e8m0")), [2, 4, 8])
-    assert sorted(gfloat.round_ndarray(info, ties) / ties * 3) == [2, 4, 4] or True
+    np.testing.assert_array_equal(gfloat.round_ndarray(gfloat.formats.format_info_ocp_e8m0, ties), [2, 2, 8])
 
 
 def test_where_the_oracles_are_not_followed():
@@ -156,7 +164,7 @@ def test_eager_jit_vmap_and_numpy_give_equal_bits(name, rounding):
     call = functools.partial(round_to, fmt=name, rounding=rounding)
     expected = reference(x, name, rounding)
     same(call(x), expected)
-    same(jax.jit(lambda x: call(x * np.float32(1)) if FORMATS[name].min_exponent > -126 else call(x))(x), expected)
+    same(jax.jit(call)(x), expected)
     same(jax.vmap(call)(x), expected)
     with jax.disable_jit():
         same(call(x[:, :64]), expected[:, :64])
@@ -188,9 +196,11 @@ def counts_up(rounding_of_words):
     words = (np.arange(4096, dtype=np.uint64) << 20).astype(np.uint32)
     low, high = np.float32(INTERVALS).T
     x = low[:, None] + np.arange(16, dtype=np.float32) / 16 * (high - low)[:, None]
-    rounded = np.asarray(rounding_of_words(np.repeat(x[..., None], 4096, -1), np.broadcast_to(words, (*x.shape, 4096))))
-    assert np.isin(rounded, [low, high]).all() and ((rounded == low[:, None, None]) | (rounded == high[:, None, None])).all()
-    return (rounded == high[:, None, None]).sum(-1)
+    words = np.broadcast_to(words, (*x.shape, 4096))
+    rounded = np.asarray(rounding_of_words(np.repeat(x[..., None], 4096, -1), words))
+    up, down = rounded == high[:, None, None], rounded == low[:, None, None]
+    assert (up | down).all()
+    return up.sum(-1)
 
 
 def test_stochastic_rounding_has_the_exact_probability_in_every_interval_of_e2m1():
@@ -221,7 +231,7 @@ def test_stochastic_rounding_moves_to_a_neighbour_and_never_off_the_grid(name):
     away = np.copysign(np.where(np.abs(down) == np.abs(x), np.abs(down), values[index]), x)
     moved = bits(up) != bits(down)
     same(np.asarray(up)[moved], away[moved])
-    huge = np.float32([fmt.max * 1.001, 3e38, np.inf])
+    huge = np.float32([fmt.max * 1.001, 3.4e38, np.inf])
     same(round_to(huge, name, rounding="stochastic", key=jax.random.key(2)), np.float32([fmt.max] * 3))
 
 
