@@ -55,8 +55,8 @@ def accumulate(
     pad = groups * interval - k
     a_GCML = jnp.pad(a, ((0, 0), (0, pad))).reshape(m, groups, -1, chunk).transpose(1, 2, 0, 3)
     b_GCLN = jnp.pad(b, ((0, pad), (0, 0))).reshape(groups, -1, chunk, n)
-    a_GM = jnp.ones((groups, m)) if a_scale is None else a_scale.T
-    b_GN = jnp.ones((groups, n)) if b_scale is None else b_scale
+    a_GM = jnp.ones((groups, m), jnp.float32) if a_scale is None else a_scale.T
+    b_GN = jnp.ones((groups, n), jnp.float32) if b_scale is None else b_scale
 
     def add_chunk(part, operands):
         left, right = operands
@@ -78,7 +78,7 @@ def _add(part: jax.Array, products_MLN: jax.Array, mantissa_bits: int) -> jax.Ar
     largest = jnp.max(field, axis=1, keepdims=True)
     shift = jnp.minimum((23 - mantissa_bits) + (largest - field), 31)
     aligned = jnp.where(field > 0, ((mag & FRACTION) | HIDDEN) >> shift, 0)
-    total = jnp.sum(jnp.where(to_bits(terms) < 0, -aligned, aligned), axis=1)
+    total = jnp.sum(jnp.where(to_bits(terms) < 0, -aligned, aligned), axis=1, dtype=jnp.int32)
     size = jnp.abs(total)
     drop = jnp.maximum(32 - lax.clz(size) - (mantissa_bits + 1), 0)
     # At most 24 bits are left, so the conversion to float32 is exact.

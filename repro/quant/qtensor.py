@@ -180,6 +180,6 @@ def dequantized(x, words, scale, recipe: Recipe, axis: int) -> tuple[jax.Array, 
     elif element.fixed_point:
         sign = jnp.where(grid == 0, 0, sign)
     mag = rescale(grid, scales.block, scales.tensor, recipe, blocks)
-    largest = blocks.spread(jnp.full(blocks.counts, pattern_of(element.max)))
+    largest = blocks.spread(jnp.full(blocks.counts, pattern_of(element.max), jnp.int32))
     within = magnitude(view) <= rescale(largest, scales.block, scales.tensor, recipe, blocks)
     return blocks.unview(from_bits(mag | sign)), blocks.unview(within)
