@@ -1,8 +1,6 @@
 """The table of claims that a README shows, from stored results."""
 
-import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,23 +91,13 @@ def _experiment_cell(folder: Path, experiment: str, preset: str) -> str:
     return f"{name} ({escape(preset)})"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m repro.report.readme_table [--check]`, in the folder of README.md: write its table from `results/`, or
-    say (exit code 2) that it is out of date."""
-    parser = argparse.ArgumentParser(prog="python -m repro.report.readme_table", description=main.__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing")
-    args = parser.parse_args(argv)
-    readme = Path("README.md")
-    folders = sorted(path.parent for path in Path("results").glob("*/verdict.json"))
+def renew(readme: Path, results: Path, *, check: bool) -> None:
+    """Puts the table of all stored results into a README. With `check` nothing is written, and `ReproError` says if it is
+    out of date."""
+    folders = sorted(path.parent for path in results.glob("*/verdict.json"))
     text = readme.read_text(encoding="utf-8")
     fresh = replace_between_markers(text, claims_markdown(folders))
-    if args.check and fresh != text:
-        print("README.md does not show the stored results; run `python -m repro.report.readme_table`.", file=sys.stderr)
-        return 2
-    if not args.check:
+    if check and fresh != text:
+        raise ReproError(f"{readme} does not show the stored results; run `python -m repro.report readme`.")
+    if not check:
         readme.write_text(fresh, encoding="utf-8", newline="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -33,21 +30,3 @@ def store(run: Path, out: Path, every: int = EVERY) -> None:
     shutil.copytree(source.path / "figures", target.path / "figures")
     kept = {name: value for name, value in verdict.items() if name not in ("schema", "files")}
     target.seal(kept | {"curves": f"every {every}th step and the last"})
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m repro.report.store RUN OUT`."""
-    parser = argparse.ArgumentParser(prog="python -m repro.report.store", description="Store a run for committing.")
-    parser.add_argument("run", type=Path)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args(argv)
-    try:
-        store(args.run, args.out)
-    except ReproError as error:
-        print(f"repro: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
