@@ -261,12 +261,12 @@ def test_width_ratios(experiment, runs):
 
 
 def test_one_of_everything(experiment, tmp_path):
-    """The smallest data that can be drawn: one step, one seed, one rate, one width."""
+    """The smallest data: one step, one seed, one rate, and one width, over which there is nothing to draw."""
     runs = Runs(Run(arm, 0, {"loss": 1.0, "max_logit": 3.0}, "best", "s", 1e-3) for arm in ("muon", "adamw"))
     curves = one_arm([[3.0]]).with_columns(pl.lit(1.0).alias("loss"))
     specs = tuple(dataclasses.replace(s, start=0) if isinstance(s, Curve) else s for s in experiment.figures)
     paths = draw(dataclasses.replace(experiment, figures=specs), curves, runs, (), tmp_path)
-    assert [path.stem for path in paths] == ["max_logit", "loss", "ladder", "width"]
+    assert [path.stem for path in paths] == ["max_logit", "loss", "ladder"]
 
 
 def test_names_with_markup_are_drawn_as_they_are(tmp_path, experiment):
