@@ -26,9 +26,8 @@ def script(name: str):
 
 
 def tiny(optimizer: str) -> TrainConfig:
-    layers = 2 if optimizer == "muon" else 1  # one case of stacked layers is enough, and compilation is what takes time
     return TrainConfig(
-        model=ModelConfig(layers=layers, width=16, heads=2, ffn=24), length=12, batch_size=3, steps=STEPS,
+        model=ModelConfig(layers=2, width=16, heads=2, ffn=24), length=12, batch_size=3, steps=STEPS,
         eval_windows=4, optimizer=optimizer, learning_rate=0.03, weight_decay=0.1, tau=2.0, warmup=0.5,
     )  # fmt: skip
 
@@ -40,7 +39,7 @@ def corpus():
 
 @pytest.mark.parametrize(
     ("optimizer", "form", "seeds"),
-    [("muon", "scan", (3,)), ("muon", "map", (1, 2)), ("adamw", "step", (3,)), ("adamw", "vmap", (1, 2))],
+    [("muon", "scan", (3,)), ("muon", "map", (1, 2)), ("adamw", "step", (3,))],
 )
 def test_hand_written_loop_equals_the_engine(corpus, optimizer, form, seeds):
     overhead, mesh = script("engine_overhead"), lane_mesh(jax.devices()[:1])

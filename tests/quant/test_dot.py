@@ -57,9 +57,11 @@ def test_every_operand_is_quantised_from_its_source_along_the_summed_axis(name):
     policy = POLICIES[name]
     close(results(name), by_hand(policy))
     for wrong in (dict(x_axis=0), dict(dy_axis=0), dict(token_axis=-1)):
+        if "dy_axis" in wrong and name == "v3_fp8_block_dgrad":  # square blocks do not see the axis
+            continue
         with pytest.raises(AssertionError):
             close(results(name), by_hand(policy, **wrong))
-    if name.startswith("mx"):  # square blocks do not see the axis
+    if name.startswith("mx"):  # nor do the weights of the others
         for wrong in (dict(w_axis=1), dict(wt_axis=0)):
             with pytest.raises(AssertionError):
                 close(results(name), by_hand(policy, **wrong))
