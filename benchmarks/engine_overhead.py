@@ -7,7 +7,6 @@ the same job, from a seed through all steps, with every statistic of every step,
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from timing import fastest, interleaved, judged, machine, ratios, spread
 
 from repro.data import Corpus, load_corpus
 from repro.models import SIZES
 from repro.train import Lane, Numbers, TrainConfig, at_size, lane_mesh, train
 from repro.train.loop import compiled, steps_per_chunk
 from repro.train.mesh import Seats
-from timing import fastest, interleaved, judged, machine, ratios, spread
 
 Weights = dict[str, Any]
 LOSS_TOLERANCE, STATISTICS_TOLERANCE = 1e-4, 1e-3
@@ -151,9 +150,7 @@ def rate(config: TrainConfig, step: jax.Array) -> jax.Array:
     return config.learning_rate * jnp.where(step + 1 < rise, (step + 1) / rise, fall)
 
 
-def step(
-    config: TrainConfig, state: dict[str, Any], windows: jax.Array
-) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+def step(config: TrainConfig, state: dict[str, Any], windows: jax.Array) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """One step: forward, backward, update, QK-Clip; the next state and the statistics of this step."""
     windows = windows.astype(jnp.int32)
     w, lr, t = state["weights"], rate(config, state["step"]), state["step"] + 1.0
@@ -306,9 +303,7 @@ def lanes_of(config: TrainConfig, seeds: Sequence[int]) -> list[Lane]:
     return [Lane(config.numbers(), seed) for seed in seeds]
 
 
-def engine_weights(
-    config: TrainConfig, seeds: Sequence[int], corpus: Corpus, mesh: jax.sharding.Mesh
-) -> list[Weights]:
+def engine_weights(config: TrainConfig, seeds: Sequence[int], corpus: Corpus, mesh: jax.sharding.Mesh) -> list[Weights]:
     """The engine's initial parameters of each seed, on the host, in this file's form."""
     seats = Seats(len(seeds), mesh)
     state = compiled(config, seats, corpus).init(seats.counts, seats.put(np.array(seeds, np.uint32)))

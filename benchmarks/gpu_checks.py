@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-
 from engine_overhead import EngineSteps, HandWritten, HandWrittenSteps, differences, lanes_of
+from timing import interleaved, machine, ratios, spread
+
 from repro.data import load_corpus
 from repro.models import ModelConfig
 from repro.train import TrainConfig, at_size, lane_mesh, train
-from timing import interleaved, machine, ratios, spread
 
 # Products of float32 run as TF32 on a GPU, so two programs of one model agree less than on a CPU.
 LOSS_TOLERANCE = 1e-2

@@ -7,11 +7,11 @@ import os
 from collections.abc import Sequence
 
 import jax
-
 from engine_overhead import config_of, lanes_of, settings
+from timing import interleaved, judged, machine, ratios, spread
+
 from repro.data import load_corpus
 from repro.train import lane_mesh, train
-from timing import interleaved, judged, machine, ratios, spread
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -184,9 +184,7 @@ class Run:
             }  # fmt: skip
 
 
-def job(
-    config: TrainConfig, seed: int, weights: dict[str, Any], corpus: Corpus
-) -> tuple[dict[str, np.ndarray], float]:
+def job(config: TrainConfig, seed: int, weights: dict[str, Any], corpus: Corpus) -> tuple[dict[str, np.ndarray], float]:
     """A whole run: the statistics of every step and the final validation loss."""
     run, read, shape = Run(config, weights), [], dict(batch_size=config.batch_size, length=config.length)
     for start in range(0, config.steps, 10):

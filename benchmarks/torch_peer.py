@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from engine_overhead import config_of, engine_weights, lanes_of, settings
+from timing import fastest, interleaved, judged, machine, ratios
+
 from repro.data import Corpus, load_corpus
 from repro.train import TrainConfig, lane_mesh, train
-from timing import fastest, interleaved, judged, machine, ratios
 
 LOSS_TOLERANCE = 1e-3
 
@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("This comparison needs PyTorch, which is not installed: pip install 'repro[peers]'.")
         return 0
     import torch
-
     from torch_model import job
 
     jax.config.update("jax_platforms", "cpu")

@@ -20,8 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from repro.claims import (
-    All, Arm, AtLeast, AtMost, Cell, Claim, Control, Exact, Experiment, Greater, NonInferior, Ratio, Run, Runs, Trend,
-    Within, best_rate, extend_ladder, swapped,
+    All,
+    Arm,
+    AtLeast,
+    AtMost,
+    Cell,
+    Claim,
+    Control,
+    Exact,
+    Experiment,
+    Greater,
+    NonInferior,
+    Ratio,
+    Run,
+    Runs,
+    Trend,
+    Within,
+    best_rate,
+    extend_ladder,
+    swapped,
 )  # fmt: skip
 from repro.models import SIZES, ModelConfig
 from repro.models.attention import MultiHeadAttention
@@ -271,7 +288,9 @@ def plan(preset: Preset):
         test("muon", muon_rate, "best")
         if size not in preset.sizes:
             continue
-        peaks = [r.metrics["peak_max_logit"] for r in runs.select("muon", size=size, phase="tuning") if r.rate == muon_rate]
+        peaks = [
+            r.metrics["peak_max_logit"] for r in runs.select("muon", size=size, phase="tuning") if r.rate == muon_rate
+        ]
         peak = float(np.mean(peaks))
         test("muon_clip_low", muon_rate, "best", tau=0.6 * peak)
         test("muon_clip_harm", muon_rate, "best", tau=0.05 * peak)
@@ -332,20 +351,26 @@ def mechanism_metrics() -> dict[str, dict[str, float]]:
         q, k = (jnp.einsum("btd,dhk->bthk", x_BTD, w[n][0]) for n in ("q_DHK", "k_DHK"))
         return jnp.einsum("bthk,bshk->bhts", q, k) * config.head_size**-0.5
 
-    before = jnp.where(mask, logits(weights), -jnp.inf)
-    top_LH = before.max((0, 2, 3))[None]
-    gamma = qk_clip_factor(top_LH, TAU)[0, hot]
-    shared_LH = jnp.full_like(top_LH, top_LH.max())
-    found = {}
-    for name, statistic in (("qk_clip", top_LH), ("qk_clip_shared", shared_LH)):
-        clipped = qk_clip(weights, statistic, tau=TAU, layouts=layouts)
-        after = jnp.where(mask, logits(clipped), -jnp.inf)
-        others = [h for h in range(heads) if h != hot]
-        changed = sum(jnp.sum(clipped[n][:, :, others] != weights[n][:, :, others]) for n in ("q_DHK", "k_DHK"))
-        scaled = jnp.where(mask, jnp.abs(after - gamma * before), 0.0)[:, hot].max() / TAU
-        held = abs(float(after[:, hot].max()) - TAU) / TAU
-        found[name] = {"held_error": held, "scale_error": float(scaled), "others_changed": float(changed)}
-    return found
+    @jax.jit
+    def measured(weights):
+        before = jnp.where(mask, logits(weights), -jnp.inf)
+        top_LH = before.max((0, 2, 3))[None]
+        gamma = qk_clip_factor(top_LH, TAU)[0, hot]
+        found = {}
+        for name, statistic in (("qk_clip", top_LH), ("qk_clip_shared", jnp.full_like(top_LH, top_LH.max()))):
+            clipped = qk_clip(weights, statistic, tau=TAU, layouts=layouts)
+            after = jnp.where(mask, logits(clipped), -jnp.inf)
+            others = [h for h in range(heads) if h != hot]
+            found[name] = {
+                "held_error": jnp.abs(after[:, hot].max() - TAU) / TAU,
+                "scale_error": jnp.where(mask, jnp.abs(after - gamma * before), 0.0)[:, hot].max() / TAU,
+                "others_changed": sum(
+                    jnp.sum(clipped[n][:, :, others] != weights[n][:, :, others]) for n in ("q_DHK", "k_DHK")
+                ),
+            }
+        return found
+
+    return jax.tree.map(float, measured(weights))
 
 
 _STRESSED = ("adamw", "muon", "muon_decay", "muon_clip", "muon_decay_clip", "muon_qk_norm", "muon_soft_cap")

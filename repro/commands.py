@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,9 @@ def list_claims(args: argparse.Namespace) -> int:
     for path in sorted((catalogue.shipped().parent / "results").glob("*/verdict.json")):
         for item in stored_verdicts(RunFolder(path.parent).read("verdict.json")):
             labels.setdefault(item.claim_id, {})[item.label] = None
-    _console().print(ledger_table({i: [*names] for i, names in runs.items()}, {i: [*found] for i, found in labels.items()}))
+    _console().print(
+        ledger_table({i: [*names] for i, names in runs.items()}, {i: [*found] for i, found in labels.items()})
+    )
     return 0
 
 
@@ -68,7 +69,10 @@ def show(args: argparse.Namespace) -> int:
         if row.reported:
             console.print(f"Reported, and its boundary: {row.reported}")
         chosen = [
-            (catalogue.load(name), claim) for name in catalogue.names() for claim in _all_claims(catalogue.load(name)) if claim.id == row.id
+            (catalogue.load(name), claim)
+            for name in catalogue.names()
+            for claim in _all_claims(catalogue.load(name))
+            if claim.id == row.id
         ]
         if not chosen:
             console.print("Not run yet: no experiment judges it.")
@@ -84,7 +88,9 @@ def show(args: argparse.Namespace) -> int:
 
     for experiment, claim in chosen:
         console.print(f"\n{claim.id}, {claim.variant} (repro run {experiment.name})")
-        console.print(f"  {claim.statement}\n  Source: {claim.source}. Reported: {claim.reported}\n  Boundary: {claim.boundary}")
+        console.print(
+            f"  {claim.statement}\n  Source: {claim.source}. Reported: {claim.reported}\n  Boundary: {claim.boundary}"
+        )
         console.print(f"  Rule: {rule_words(claim.criterion)}\n  Control: {claim.control.description}")
     return 0
 
@@ -103,12 +109,17 @@ def run(args: argparse.Namespace, overrides: list) -> int:
 
     if args.name is None:
         if args.help:
-            print("usage: repro run NAME [--preset PRESET] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n\nExperiments: " + ", ".join(catalogue.names()))
+            print(
+                "usage: repro run NAME [--preset PRESET] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n\nExperiments: "
+                + ", ".join(catalogue.names())
+            )
             return 0
         raise ReproError(f"repro run: which experiment? Known are {', '.join(catalogue.names())}.")
     experiment = catalogue.load(args.name)
     if args.preset not in experiment.presets:
-        raise ReproError(f"preset {args.preset!r} is unknown for {experiment.name}; known are {', '.join(experiment.presets)}.")
+        raise ReproError(
+            f"preset {args.preset!r} is unknown for {experiment.name}; known are {', '.join(experiment.presets)}."
+        )
     stored = experiment.presets[args.preset]
     prog = f"repro run {experiment.name}"
     if args.help:
@@ -157,7 +168,9 @@ def _stored_preset(record: dict, where: Path) -> Any:
     try:
         return pydantic.TypeAdapter(Preset).validate_python(record["preset"])
     except (KeyError, pydantic.ValidationError) as error:
-        raise ReproError(f"{where}/run.json does not hold a preset of this version; it was edited or is of another version.") from error
+        raise ReproError(
+            f"{where}/run.json does not hold a preset of this version; it was edited or is of another version."
+        ) from error
 
 
 def _same_rules(record: dict, where: Path) -> tuple:
@@ -211,7 +224,9 @@ def verdict(args: argparse.Namespace) -> int:
             again = decide_all(experiment.claims_for(preset), runs)
             for old, new in zip(verdicts, again, strict=True):
                 if old.to_json() != new.to_json():
-                    raise ReproError(f"{path}: the verdict on {new.claim_id} ({new.variant}) is {new.label} when derived again, not as stored ({old.label}).")
+                    raise ReproError(
+                        f"{path}: the verdict on {new.claim_id} ({new.variant}) is {new.label} when derived again, not as stored ({old.label})."
+                    )
             console.print(f"{path}: {len(again)} verdicts derived again, all as stored.")
         else:
             console.print(claims_table(experiment.claims_for(preset), verdicts))
@@ -248,7 +263,9 @@ def doctor(args: argparse.Namespace) -> int:
     console = _console()
     console.print("Versions: " + ", ".join(f"{name} {value}" for name, value in versions().items()))
     machine = hardware()
-    console.print(f"Devices: {machine['devices']} x {machine['device']} ({machine['platform']}), {machine['cpu_cores']} CPU cores")
+    console.print(
+        f"Devices: {machine['devices']} x {machine['device']} ({machine['platform']}), {machine['cpu_cores']} CPU cores"
+    )
     for spec in ("kjv", "mkv2"):
         corpus = load_corpus(spec)
         console.print(f"Corpus {corpus.name}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256[:16]}...")

@@ -60,7 +60,9 @@ def _first_paragraph(box: str) -> str:
     return " ".join(words).rstrip(".")
 
 
-def changed_preset(experiment: Experiment, preset: Preset, arguments: list[str], seeds: int | None, prog: str) -> tuple[Preset, list[str]]:
+def changed_preset(
+    experiment: Experiment, preset: Preset, arguments: list[str], seeds: int | None, prog: str
+) -> tuple[Preset, list[str]]:
     """The preset that a command asks for, and the names of the fields that differ from the stored one.
 
     A changed preset does not count as evidence. Raises `ReproError` for a field that this experiment sets itself.
@@ -79,7 +81,9 @@ def changed_preset(experiment: Experiment, preset: Preset, arguments: list[str],
     }
     for name in changed:
         if name in owned:
-            raise ReproError(f"{name} is set by {owned[name]} in this experiment, so it cannot be changed for all runs.")
+            raise ReproError(
+                f"{name} is set by {owned[name]} in this experiment, so it cannot be changed for all runs."
+            )
     shape = [name for name in changed if name.removeprefix("train.") in SHAPE_FIELDS]
     if shape:
         if "sizes" in changed or not single:
@@ -96,5 +100,9 @@ def _shape_of(asked: Preset, preset: Preset) -> Any:
     """`asked.train` with the shape fields of the stored preset, which its sizes replace anyway."""
     train = asked.train
     own = {n: getattr(preset.train, n) for n in SHAPE_FIELDS if "." not in n}
-    model = {n.removeprefix("model."): getattr(preset.train.model, n.removeprefix("model.")) for n in SHAPE_FIELDS if "." in n}
+    model = {
+        n.removeprefix("model."): getattr(preset.train.model, n.removeprefix("model."))
+        for n in SHAPE_FIELDS
+        if "." in n
+    }
     return dataclasses.replace(train, model=dataclasses.replace(train.model, **model), **own)

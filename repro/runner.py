@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -87,7 +86,9 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
     steps, lanes = curves["loss"].shape
     repeat = lambda values, dtype=None: pl.Series(np.repeat(np.array(values), steps), dtype=dtype)
     cells = [cell for cell, _, _ in job.lanes]
-    columns: dict[str, Any] = {name: repeat([getattr(c, name) for c in cells]) for name in ("arm", "size", "point", "phase")}
+    columns: dict[str, Any] = {
+        name: repeat([getattr(c, name) for c in cells]) for name in ("arm", "size", "point", "phase")
+    }
     columns["rate"] = repeat([cell.rate for cell in cells], pl.Float64)
     columns["seed"] = repeat([seed for _, _, seed in job.lanes], pl.Int64)
     columns["step"] = pl.Series(np.tile(np.arange(steps), lanes), dtype=pl.Int32)
@@ -121,7 +122,9 @@ class Watcher:
         """A job is complete, or was complete already."""
 
 
-def describe(experiment: Experiment, preset_name: str, preset: Preset, corpus: Corpus, changed: list[str]) -> dict[str, Any]:
+def describe(
+    experiment: Experiment, preset_name: str, preset: Preset, corpus: Corpus, changed: list[str]
+) -> dict[str, Any]:
     """run.json as it stands before the first step."""
     first = experiment.arms[0]
     evidence = {
@@ -147,7 +150,13 @@ def describe(experiment: Experiment, preset_name: str, preset: Preset, corpus: C
 
 
 def execute(
-    experiment: Experiment, preset_name: str, preset: Preset, folder: RunFolder, *, changed: list[str] = [], watcher: Watcher | None = None
+    experiment: Experiment,
+    preset_name: str,
+    preset: Preset,
+    folder: RunFolder,
+    *,
+    changed: list[str] = [],
+    watcher: Watcher | None = None,
 ) -> tuple[Verdict, ...]:
     """Runs, or continues, everything that `folder` does not hold yet, and seals it with the verdicts.
 
@@ -201,8 +210,11 @@ def execute(
         write_report(folder.path / "report.md", experiment, preset, record, runs, verdicts, figures)
         folder.seal(
             {
-                "experiment": experiment.name, "preset": preset_name, "evidence": preset.evidence,
-                "rule_hash": record["rule_hash"], "verdicts": [v.to_json() for v in verdicts],
+                "experiment": experiment.name,
+                "preset": preset_name,
+                "evidence": preset.evidence,
+                "rule_hash": record["rule_hash"],
+                "verdicts": [v.to_json() for v in verdicts],
             }  # fmt: skip
         )
     except OSError as error:

@@ -30,7 +30,12 @@ def test_list_shows_every_claim_and_what_runs_it(command):
 
 def test_show_a_claim(command):
     code, out, _ = command("show", "k2-1")
-    assert code == 0 and "Kimi K2" in out and "repro run logit-explosion" in out and "Control: arms exchanged" in " ".join(out.split())
+    assert (
+        code == 0
+        and "Kimi K2" in out
+        and "repro run logit-explosion" in out
+        and "Control: arms exchanged" in " ".join(out.split())
+    )
     assert "no experiment judges it" in command("show", "V3-1")[1]
 
 
@@ -49,7 +54,9 @@ def test_doctor(command):
 
 def test_help_of_run_lists_the_fields(command):
     code, out, _ = command("run", "logit-explosion", "--help")
-    assert code == 0 and all(f"--{field}" in out for field in ("seeds", "out", "train.steps", "train.model.vocab-size", "data", "rates"))
+    assert code == 0 and all(
+        f"--{field}" in out for field in ("seeds", "out", "train.steps", "train.model.vocab-size", "data", "rates")
+    )
     assert "logit-explosion" in command("run", "--help")[1]
 
 
@@ -157,8 +164,14 @@ def losses(folder):
 def test_ones_own_text_trains(command, toy, tmp_path):
     for i in range(2):
         (tmp_path / f"{i}.txt").write_text("Nobody had wound the clocks. " * 60)
-    code, out, err = command("run", "race", "--preset", "smoke", "--data", f"text:{tmp_path}/*.txt", "--out", tmp_path / "run")
-    assert code == 0 and err == "" and "Changed from the preset: data; the verdicts do not count as evidence" in " ".join(out.split())
+    code, out, err = command(
+        "run", "race", "--preset", "smoke", "--data", f"text:{tmp_path}/*.txt", "--out", tmp_path / "run"
+    )
+    assert (
+        code == 0
+        and err == ""
+        and "Changed from the preset: data; the verdicts do not count as evidence" in " ".join(out.split())
+    )
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     assert about["corpus"]["name"] == "text:0.txt, 1.txt" and about["corpus"]["tokens"] == 2 * 60 * 29 + 1
     assert losses(tmp_path / "run").is_finite().all()
@@ -182,6 +195,8 @@ def test_token_shards_train(command, toy, tmp_path):
 @pytest.mark.slow
 def test_the_module_is_the_command(tmp_path):
     for module in ("repro", "repro.cli"):
-        done = subprocess.run([sys.executable, "-m", module, "show", "nope"], capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-m", module, "show", "nope"], capture_output=True, text=True, cwd=tmp_path
+        )
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr == "repro: 'nope' is neither a claim nor an experiment; `repro list` shows both.\n"

@@ -22,7 +22,12 @@ def test_the_example_of_a_new_claim_is_short_and_runs(tmp_path, monkeypatch, cap
 
 
 def test_relative_links_lead_somewhere():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("repro/*/README.md"), *ROOT.glob("results/*/report.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("repro/*/README.md"),
+        *ROOT.glob("results/*/report.md"),
+    ]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

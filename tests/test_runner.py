@@ -71,7 +71,10 @@ def test_what_a_run_leaves(toy_run):
     assert all((toy_run / name).stat().st_size > 100 for name in files(toy_run))
     about = json.loads((toy_run / "run.json").read_text())
     assert about["preset"]["train"]["steps"] == 30 and about["corpus"]["sha256"] == load_corpus("kjv").sha256
-    assert list(about["ledgers"]) == [f"N{i}" for i in range(1, 11)] and about["ledgers_by_arm"].keys() == {"plain", "decayed"}
+    assert list(about["ledgers"]) == [f"N{i}" for i in range(1, 11)] and about["ledgers_by_arm"].keys() == {
+        "plain",
+        "decayed",
+    }
     assert "9, coupled" in about["ledgers_by_arm"]["decayed"]["N6"]["rows"]["weight decay"]
     assert about["seconds"] > 0 and about["changed"] == [] and about["rule_hash"]
 
@@ -85,7 +88,9 @@ def test_the_tables_hold_what_was_trained(toy_run, toy):
     (config,) = {runner.lane_config(toy, toy.presets["smoke"], c) for c in [next(toy.plan(toy.presets["smoke"]))[0]]}
     assert (config.learning_rate, config.optimizer, config.weight_decay) == (0.01, "adamw", 0.0)
     row = runs.filter(arm="decayed", seed=1).row(0, named=True)
-    assert row["initial_loss"] == pytest.approx(arm["loss"][0]) and row["peak_max_logit"] == pytest.approx(arm["max_logit"].max())
+    assert row["initial_loss"] == pytest.approx(arm["loss"][0]) and row["peak_max_logit"] == pytest.approx(
+        arm["max_logit"].max()
+    )
     assert not np.allclose(arm["loss"], curves.filter(arm="plain", seed=1, phase="test").sort("step")["loss"])
 
 
@@ -94,7 +99,11 @@ def test_tensorboard_has_every_seed_of_a_cell_that_lies_in_two_jobs(toy_run):
     for arm in ("plain", "decayed"):
         (path,) = (toy_run / "tensorboard/test" / arm).rglob("events*")
         found = {(step, tag): value for step, tag, value in events(path)}
-        loss = curves.filter(arm=arm, phase="test").group_by("step").agg(pl.col("loss").median().alias("m"), pl.col("loss").max().alias("top"))
+        loss = (
+            curves.filter(arm=arm, phase="test")
+            .group_by("step")
+            .agg(pl.col("loss").median().alias("m"), pl.col("loss").max().alias("top"))
+        )
         for step, median, top in loss.iter_rows():
             assert found[step, "loss/median"] == pytest.approx(median) and found[step, "loss/max"] == pytest.approx(top)
 
@@ -137,11 +146,14 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(toy_run, toy, com
         patch.setattr(runner, "train", functools.partial(train, checkpoint_seconds=0))
         if job is None:
             patch.setattr(runner, "draw", lambda *args: (_ for _ in ()).throw(Stop()))
+
         def progress(self, progress):
             if (now[-1], progress.step) == (job, step):
                 raise Stop
 
-        watch = type("Stopping", (runner.Watcher,), {"job": lambda self, job, number: now.append(number), "progress": progress})
+        watch = type(
+            "Stopping", (runner.Watcher,), {"job": lambda self, job, number: now.append(number), "progress": progress}
+        )
         opened = record.RunFolder.create(folder)
         with pytest.raises(Stop), opened.locked():
             runner.execute(toy, "smoke", toy.presets["smoke"], opened, watcher=watch())
@@ -187,7 +199,9 @@ main(["run", "race", "--preset", "smoke", "--out", sys.argv[1]])
 def test_a_killed_process(toy_run, toy, command, refused, tmp_path):
     folder = tmp_path / "run"
     environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert any(line.strip() == "READY" for line in child.stdout)
         assert "is in use by another process" in refused("resume", folder)
@@ -242,7 +256,10 @@ def test_verdicts_are_derived_again(toy_run, toy, command, refused, tmp_path):
     shutil.copytree(toy_run, folder)
     stored = json.loads((folder / "verdict.json").read_text())
     for change in ({"label": "supported"}, {"effect": 9.0}, {"per_seed": {"0": 1.0}}):
-        record.write_json(folder / "verdict.json", {**stored, "verdicts": [{**stored["verdicts"][0], **change}, stored["verdicts"][1]]})
+        record.write_json(
+            folder / "verdict.json",
+            {**stored, "verdicts": [{**stored["verdicts"][0], **change}, stored["verdicts"][1]]},
+        )
         assert "the verdict on K2-1" in refused("verdict", "--check", folder)
     record.write_json(folder / "verdict.json", {**stored, "verdicts": stored["verdicts"][:1]})
     assert "the verdicts are those of K2-1, not of K2-1, K2-2" in refused("verdict", "--check", folder)
@@ -277,14 +294,18 @@ def fail_writes(patch, name, number):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="names of open files are read from /proc")
 @pytest.mark.parametrize(
-    ("name", "number", "kept"), [("jobs/", 3, 1), ("jobs/", 4, 1), ("run/.metrics.parquet", 1, 3), ("verdict.json", 1, 3)]
+    ("name", "number", "kept"),
+    [("jobs/", 3, 1), ("jobs/", 4, 1), ("run/.metrics.parquet", 1, 3), ("verdict.json", 1, 3)],
 )
 def test_a_full_disk(toy_run, toy, command, refused, tmp_path, monkeypatch, name, number, kept):
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         fail_writes(patch, name, number)
         message = refused("run", "race", "--preset", "smoke", "--out", folder)
-    assert message == f"the disk is full while writing to {folder}; free some space and continue with `repro resume {folder}`."
+    assert (
+        message
+        == f"the disk is full while writing to {folder}; free some space and continue with `repro resume {folder}`."
+    )
     assert not [f for f in files(folder) if f.endswith(".partial")] and not (folder / "verdict.json").exists()
     code, out, _ = command("resume", folder)
     assert code == 0 and out.count("done before") == kept

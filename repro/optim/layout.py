@@ -73,7 +73,11 @@ def check_layouts(params: Any, layouts: Any) -> None:
         layout = declared.pop(name, None)
         if not is_layout(layout):
             raise ReproError(f"parameter {name} has no layout; declare its role and axes with Layout(...).")
-        axes = [*layout.inputs, *layout.outputs, *(a for a in (layout.head, layout.expert, layout.layer) if a is not None)]
+        axes = [
+            *layout.inputs,
+            *layout.outputs,
+            *(a for a in (layout.head, layout.expert, layout.layer) if a is not None),
+        ]
         for axis in axes:
             if not 0 <= axis < jnp.ndim(value):
                 raise ReproError(

@@ -63,9 +63,7 @@ def _decayed(
 ) -> optax.GradientTransformation:
     """Decoupled decay of either kind behind a transform that has no learning rate yet."""
     if decay == "coupled":  # W <- W - lr * (U + decay * W)
-        return optax.chain(
-            scaled, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate)
-        )
+        return optax.chain(scaled, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
     if decay == "independent":  # W <- W - lr * U - decay * W; a schedule of the decay is the caller's
         return optax.chain(
             scaled,

@@ -40,7 +40,9 @@ def qk_clip(params: Any, max_logits: jax.Array, *, tau: jax.Array | float, layou
         if not layout.qk:
             return weight
         if layout.head is None or layout.layer is None:
-            raise ReproError("QK-Clip needs a head axis and a layer axis in the layout of every query and key projection.")
+            raise ReproError(
+                "QK-Clip needs a head axis and a layer axis in the layout of every query and key projection."
+            )
         seen.add(layout.qk)
         heads_LH = (weight.shape[layout.layer], weight.shape[layout.head])
         if gamma_LH.shape != heads_LH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -40,6 +41,7 @@ class Accumulator:
             raise ReproError(f"Chunks of {self.chunk} do not divide the interval {self.promote_every} of promotion.")
 
 
+@functools.partial(jax.jit, static_argnames="accumulator")
 def accumulate(
     a: jax.Array, b: jax.Array, accumulator: Accumulator, a_scale: jax.Array | None = None, b_scale=None
 ) -> jax.Array:

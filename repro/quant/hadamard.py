@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -31,10 +32,16 @@ def hadamard(x: jax.Array, *, axis: int = -1, signs: tuple[int, ...] = TRANSFORM
         raise ReproError(f"Signs must be a power of four numbers of +1 and -1, not {signs}.")
     if x.shape[axis] % n:
         raise ReproError(f"Axis {axis} of size {x.shape[axis]} does not divide into groups of {n}; pad it with zeros.")
+    return _transform(x, axis, tuple(signs))
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "signs"))
+def _transform(x: jax.Array, axis: int, signs: tuple[int, ...]) -> jax.Array:
+    n = len(signs)
     groups = jnp.moveaxis(x, axis, -1)
     shape = groups.shape
     groups = groups.reshape(-1, n) * np.array(signs, np.float32)
-    for stage in range(stages):
+    for stage in range(n.bit_length() - 1):
         # Sums and differences of pairs whose indices differ in one bit: a fixed order of additions.
         pairs = groups.reshape(-1, n >> (stage + 1), 2, 1 << stage)
         groups = jnp.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)

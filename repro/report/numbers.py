@@ -19,19 +19,30 @@ def digits(verdict: Verdict) -> int:
     return min(12, max(3, math.floor(math.log10(largest)) - math.floor(math.log10(high - low)) + 2))
 
 
+def number_text(value: float, figures: int) -> str:
+    """`value` to so many significant digits, in plain notation between a thousandth and a million."""
+    if not math.isfinite(value) or value == 0 or not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{figures}g}"
+    decimals = figures - 1 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, decimals):,.{max(decimals, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def effect_text(verdict: Verdict) -> str:
     """The effect; "times" follows a ratio."""
-    return NONE if verdict.effect is None else f"{verdict.effect:.{digits(verdict)}g}{_times(verdict)}"
+    return NONE if verdict.effect is None else number_text(verdict.effect, digits(verdict)) + _times(verdict)
 
 
 def interval_text(verdict: Verdict) -> str:
     """The interval as "low to high"."""
-    return NONE if verdict.interval is None else " to ".join(f"{end:.{digits(verdict)}g}" for end in verdict.interval)
+    return (
+        NONE if verdict.interval is None else " to ".join(number_text(end, digits(verdict)) for end in verdict.interval)
+    )
 
 
 def mde_text(verdict: Verdict) -> str:
     """The minimum detectable effect; "times" follows a ratio."""
-    return NONE if verdict.mde is None else f"{verdict.mde:.{digits(verdict)}g}{_times(verdict)}"
+    return NONE if verdict.mde is None else number_text(verdict.mde, digits(verdict)) + _times(verdict)
 
 
 def count_text(n: int | None) -> str:

@@ -98,7 +98,9 @@ class RunFolder:
         path = Path(path)
         try:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise ReproError(f"{path} is not an empty folder; choose another --out, or continue it with `repro resume`.")
+                raise ReproError(
+                    f"{path} is not an empty folder; choose another --out, or continue it with `repro resume`."
+                )
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReproError(f"{path} cannot be created ({error.strerror}); choose another --out.") from error
@@ -120,7 +122,9 @@ class RunFolder:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ReproError(f"{self.path} is in use by another process; wait for it, or choose another --out.") from error
+                raise ReproError(
+                    f"{self.path} is in use by another process; wait for it, or choose another --out."
+                ) from error
             yield
         finally:
             os.close(handle)
@@ -131,7 +135,9 @@ class RunFolder:
         try:
             value = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise ReproError(f"{self.path} is incomplete: {name} is missing; continue it with `repro resume {self.path}`.") from error
+            raise ReproError(
+                f"{self.path} is incomplete: {name} is missing; continue it with `repro resume {self.path}`."
+            ) from error
         except (ValueError, OSError) as error:
             raise ReproError(f"{path} cannot be read as JSON; it was edited or damaged.") from error
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
@@ -185,9 +191,13 @@ class RunFolder:
         for name in SEALED:
             path = self.path / name
             if not path.is_file():
-                raise ReproError(f"{self.path} is incomplete: {name} is missing; restore it, or run the experiment again.")
+                raise ReproError(
+                    f"{self.path} is incomplete: {name} is missing; restore it, or run the experiment again."
+                )
             if sha256(path) != hashes.get(name):
-                raise ReproError(f"{path} was edited after its verdict was written; restore it, or run the experiment again.")
+                raise ReproError(
+                    f"{path} was edited after its verdict was written; restore it, or run the experiment again."
+                )
         return self.read("run.json"), verdict, runs_from_table(pl.read_parquet(self.path / "runs.parquet"))
 
 

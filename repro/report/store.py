@@ -7,7 +7,6 @@ from pathlib import Path
 
 import polars as pl
 
-from repro.errors import ReproError
 from repro.report.record import RunFolder
 
 EVERY = 10

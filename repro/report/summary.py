@@ -76,9 +76,7 @@ def summarise(experiment: Experiment, runs: Runs, *, every_metric: bool) -> Summ
     named = [KNOWN[name][0] if name in KNOWN else f"{name}, median" for name in metrics]
     headings = ("size", "arm", "point", "rate", "seeds", *named)
     used = [index for index in range(len(headings)) if any(row[index] for row in rows)]
-    return Summary(
-        tuple(headings[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows)
-    )
+    return Summary(tuple(headings[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows))
 
 
 def _cell(metric: str, runs: Sequence[Run]) -> str:

@@ -21,7 +21,8 @@ def write_events(folder: Path, curves: pl.DataFrame, metrics: list[str]) -> None
     `folder/<phase>/<arm>/<size>-<point>-<rate>/`. The file's name is fixed, so writing twice replaces: `curves` holds
     every seed of the cells that it names."""
     grouped = curves.group_by([*CELL, "step"], maintain_order=True).agg(
-        *(pl.col(m).median().alias(f"{m}/median") for m in metrics), *(pl.col(m).max().alias(f"{m}/max") for m in metrics)
+        *(pl.col(m).median().alias(f"{m}/median") for m in metrics),
+        *(pl.col(m).max().alias(f"{m}/max") for m in metrics),
     )
     now = time.time()
     for (phase, arm, size, point, rate), rows in grouped.group_by(CELL, maintain_order=True):

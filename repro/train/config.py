@@ -92,7 +92,9 @@ def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
         known = [f.name for f in dataclasses.fields(kind)]
         for name in names:
             if name not in known:
-                raise ReproError(f"setting {prefix}{name} does not exist; there is {', '.join(prefix + k for k in known)}.")
+                raise ReproError(
+                    f"setting {prefix}{name} does not exist; there is {', '.join(prefix + k for k in known)}."
+                )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **model), **own)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import math
+from typing import Any
 
 from repro.train.config import TrainConfig
 
@@ -24,7 +23,9 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
     )
     decay = f"{config.weight_decay:g}, {config.decay}" if config.weight_decay else "none"
     clip = f"QK-Clip per head at tau {config.tau:g}, alpha 0.5, after the step" if math.isfinite(config.tau) else "none"
-    bound = {"none": "none", "rms": "RMSNorm on queries and keys", "layer": "LayerNorm on queries and keys"}[model.qk_norm]
+    bound = {"none": "none", "rms": "RMSNorm on queries and keys", "layer": "LayerNorm on queries and keys"}[
+        model.qk_norm
+    ]
     rows = {
         "N1": {
             "parameters": "float32", "activations": compute, "gradients": "float32", "optimizer state": "float32",

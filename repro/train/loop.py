@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from repro.train.checkpoint import Checkpoints
 from repro.train.config import Numbers, TrainConfig
 from repro.train.mesh import Seats, batched, lane_mesh, over_lanes, place
 from repro.train.step import Metrics, Program, TrainState
-
 
 # Steps per chunk. On a CPU, where lanes run one after another, short chunks cost nothing and show progress.
 _STEPS_BATCHED, _STEPS_ONE_BY_ONE = 50, 10
@@ -73,9 +72,9 @@ def steps_per_chunk(config: TrainConfig, mesh: jax.sharding.Mesh) -> int:
 
 class Compiled:
     """The compiled programs of one structure on one mesh: `init(counts, seeds)`, `chunk(steps)(counts, state, windows,
-    numbers)` and `evaluate(counts, params, windows)`, all over seats."""
+    numbers)` and `evaluate(counts, params, windows)`, all over seats. They are compiled in `pool`, each by itself."""
 
-    def __init__(self, config: TrainConfig, seats: Seats, token_type: str) -> None:
+    def __init__(self, config: TrainConfig, seats: Seats, token_type: str, pool: Executor) -> None:
         self.program = Program(config)
         self._config, self._token_type, self._mesh = config, token_type, seats.mesh
         over = functools.partial(over_lanes, mesh=seats.mesh)
@@ -86,15 +85,28 @@ class Compiled:
         seeds = self._array((), np.uint32)
         init = jax.jit(over(self.program.init))
         self._state = like(jax.eval_shape(init, self._counts, seeds))
-        self._over, self._chunks = over, {}
+        self._over: Callable[..., Any] = over
+        self._chunks: dict[int, Future[Any]] = {}
         windows = jax.ShapeDtypeStruct(
             (config.eval_windows, config.length + 1), token_type, sharding=NamedSharding(seats.mesh, P())
         )
+        steps = steps_per_chunk(config, seats.mesh)
+        self._chunks[steps] = pool.submit(self._lowered(steps).compile)  # first, since it takes longest
         # Runs once, and random numbers take long to optimise: less than half the compile time, the same bits.
-        self.init = init.lower(self._counts, seeds).compile(compiler_options={"xla_backend_optimization_level": 1})
+        quickly = {"xla_backend_optimization_level": 1}
+        self._init = pool.submit(init.lower(self._counts, seeds).compile, compiler_options=quickly)
         evaluate = jax.jit(over(self.program.evaluate, shared=1))
-        self.evaluate = evaluate.lower(self._counts, self._state.params, windows).compile()
-        self.chunk(steps_per_chunk(config, seats.mesh))
+        self._evaluate = pool.submit(evaluate.lower(self._counts, self._state.params, windows).compile)
+
+    @property
+    def init(self) -> Callable[..., TrainState]:
+        """`(counts, seeds)` to the state before the first step."""
+        return self._init.result()
+
+    @property
+    def evaluate(self) -> Callable[..., Metrics]:
+        """`(counts, params, windows)` to the final metrics."""
+        return self._evaluate.result()
 
     def _lowered(self, steps: int) -> jax.stages.Lowered:
         program, config = self.program, self._config
@@ -109,8 +121,9 @@ class Compiled:
     def chunk(self, steps: int) -> Callable[..., tuple[TrainState, Metrics]]:
         """The program of `steps` steps, compiled at its first use."""
         if steps not in self._chunks:
-            self._chunks[steps] = self._lowered(steps).compile()
-        return self._chunks[steps]
+            self._chunks[steps] = Future()
+            self._chunks[steps].set_result(self._lowered(steps).compile())
+        return self._chunks[steps].result()
 
     def metrics_like(self, steps: int, lanes: int) -> dict[str, np.ndarray]:
         """Empty metrics [steps, lanes, ...] with the types that a chunk returns."""
@@ -123,10 +136,18 @@ _compiled: dict[Any, Compiled] = {}
 
 def compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> Compiled:
     """One set of programs per structure, mesh and number of seats for the whole process."""
-    key = _key(config, seats, corpus)
-    if key not in _compiled:
-        _compiled[key] = Compiled(config.structure(), seats, _token_type(corpus))
-    return _compiled[key]
+    if not is_compiled(config, seats, corpus):
+        _compile([(config, seats)], corpus)
+    return _compiled[_key(config, seats, corpus)]
+
+
+def _compile(structures: Sequence[tuple[TrainConfig, Seats]], corpus: Corpus) -> None:
+    """Compiles all programs of all `structures` side by side, since XLA leaves cores idle otherwise."""
+    made = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for config, seats in structures:
+            made[_key(config, seats, corpus)] = Compiled(config.structure(), seats, _token_type(corpus), pool)
+    _compiled.update(made)
 
 
 def is_compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> bool:
@@ -148,18 +169,17 @@ def prepare(
     mesh: jax.sharding.Mesh | None = None,
     on_start: Callable[[int], None] = lambda programs: None,
 ) -> None:
-    """Compiles the programs of several jobs, given as (config, lanes), side by side: XLA leaves cores idle otherwise.
-    `on_start` hears how many there are to compile, if any."""
+    """Compiles the programs of several jobs, given as (config, lanes), side by side. `on_start` hears for how many
+    structures, if there are any to compile."""
     mesh = lane_mesh() if mesh is None else mesh
     distinct = {
-        config.structure(): lanes for config, lanes in jobs if not is_compiled(config, Seats(lanes, mesh), corpus)
+        config.structure(): Seats(lanes, mesh)
+        for config, lanes in jobs
+        if not is_compiled(config, Seats(lanes, mesh), corpus)
     }
-    if not distinct:
-        return
-    on_start(len(distinct))
-    with ThreadPoolExecutor(max_workers=min(len(distinct), os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(compiled, c, Seats(n, mesh), corpus) for c, n in distinct.items()]:
-            done.result()
+    if distinct:
+        on_start(len(distinct))
+        _compile(list(distinct.items()), corpus)
 
 
 def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
@@ -205,7 +225,9 @@ def train(
 
     seats = Seats(len(lanes), mesh)
     programs = compiled(config, seats, corpus)
-    numbers = seats.put(Numbers(*(np.array(column, np.float32) for column in zip(*(n.numbers for n in lanes), strict=True))))
+    numbers = seats.put(
+        Numbers(*(np.array(column, np.float32) for column in zip(*(n.numbers for n in lanes), strict=True)))
+    )
     seeds, seed_of = np.unique([lane.seed for lane in lanes], return_inverse=True)
     state = programs.init(seats.counts, seats.put(np.array([lane.seed for lane in lanes], np.uint32)))
 

@@ -76,9 +76,7 @@ def over_lanes(f: Callable[..., Any], mesh: jax.sharding.Mesh, *, shared: int = 
         seats = jax.tree.leaves(own)[0].shape[0]
         one = jax.eval_shape(lambda lane: f(*lane, *common), jax.eval_shape(seat, jnp.int32(0)))
         empty = jax.tree.map(lambda x: jnp.zeros((seats, *x.shape), x.dtype), one)
-        write = lambda out, i, new: jax.tree.map(
-            lambda o, n: jax.lax.dynamic_update_index_in_dim(o, n, i, 0), out, new
-        )
+        write = lambda out, i, new: jax.tree.map(lambda o, n: jax.lax.dynamic_update_index_in_dim(o, n, i, 0), out, new)
         return jax.lax.fori_loop(0, count_1[0], lambda i, out: write(out, i, f(*seat(i), *common)), empty)
 
     def mapped(counts: jax.Array, *args: Any) -> Any:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from repro.data import load_corpus
@@ -25,11 +24,20 @@ def script(name: str):
     return importlib.import_module(name)
 
 
-def tiny(optimizer: str) -> TrainConfig:
-    return TrainConfig(
-        model=ModelConfig(layers=2, width=16, heads=2, ffn=24), length=12, batch_size=3, steps=STEPS,
-        eval_windows=4, optimizer=optimizer, learning_rate=0.03, weight_decay=0.1, tau=2.0, warmup=0.5,
-    )  # fmt: skip
+# Muon for the matrices, AdamW for all else: one structure, so that the engine is compiled once.
+TINY = TrainConfig(
+    model=ModelConfig(layers=2, width=16, heads=2, ffn=24), length=12, batch_size=3, steps=STEPS, eval_windows=4,
+    optimizer="muon", learning_rate=0.03, weight_decay=0.1, tau=2.0, warmup=0.5,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    """Compilation is all that takes time here, and what is checked does not depend on how fast the programs run."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +45,19 @@ def corpus():
     return load_corpus("kjv")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "form", "seeds"),
-    [("muon", "scan", (3,)), ("muon", "map", (1, 2)), ("adamw", "step", (3,))],
-)
-def test_hand_written_loop_equals_the_engine(corpus, optimizer, form, seeds):
+@pytest.mark.parametrize(("form", "seeds"), [("scan", (3,)), ("step", (3,)), ("map", (1, 2))])
+def test_hand_written_loop_equals_the_engine(corpus, form, seeds):
     overhead, mesh = script("engine_overhead"), lane_mesh(jax.devices()[:1])
-    peer = overhead.HandWritten(tiny(optimizer), seeds, corpus, form, jax.devices()[:1], chunk=STEPS)
+    peer = overhead.HandWritten(TINY, seeds, corpus, form, jax.devices()[:1], chunk=STEPS)
     losses, statistics, clipped = overhead.differences(peer, mesh, STEPS)
     assert losses <= 1e-5
     assert statistics <= 1e-4
     assert 0 < clipped < 1  # the clip took part
-    if form == "scan":  # the timed form begins with weights of its own
-        curves, final = peer.run()
-        assert curves["loss"].shape == (STEPS,)
-        assert np.isfinite(final) and abs(curves["loss"][0] - np.log(256)) < 1.5
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_torch_model_equals_the_engine(corpus, optimizer):
+def test_torch_model_equals_the_engine(corpus):
     pytest.importorskip("torch", reason="the extra [peers] is not installed")
-    losses, statistics = script("torch_peer").differences(tiny(optimizer), corpus, STEPS)
+    losses, statistics = script("torch_peer").differences(TINY, corpus, STEPS)
     assert losses <= 1e-4
     assert statistics <= 1e-3
 

@@ -3,8 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from repro.data import load_corpus
-from repro.data import mkv2
+from repro.data import load_corpus, mkv2
 from repro.data.mkv2 import MKV2_SHA256, Mkv2Language
 from repro.errors import ReproError
 

@@ -58,8 +58,6 @@ def test_the_tables():
         NS_SCHEDULES["muon5"] = ()
 
 
-
-
 @pytest.mark.parametrize("schedule", ["muon5", "hybrid10", "cubic"])
 @pytest.mark.parametrize("shape", [WIDE, TALL])
 def test_equals_the_definition_in_float64(shape, schedule):

@@ -219,7 +219,7 @@ def test_stochastic_rounding_has_the_exact_probability_in_every_interval_of_e2m1
         np.testing.assert_array_equal(counts_up(blind_to_subnormals), expected)
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "e5m6", "e2m1"])
 def test_stochastic_rounding_moves_to_a_neighbour_and_never_off_the_grid(name):
     fmt = FORMATS[name]
     values = fmt.values()

@@ -8,7 +8,7 @@ import os
 import polars as pl
 import pytest
 
-from repro.claims import Exact, Claim, Control, Run, Runs, decide_all
+from repro.claims import Claim, Control, Exact, Run, Runs, decide_all
 from repro.errors import ReproError
 from repro.report.record import (
     SCHEMA,
@@ -29,7 +29,9 @@ RUNS = Runs(
     ]
 )
 CURVES = pl.DataFrame({"arm": ["muon"], "step": [0], "loss": [1.5]})
-CLAIM = Claim("K2-2", "s", "t", "", "", "M", Exact("error", "check", 0.0), Control("other", Exact("error", "check", 1.0)))
+CLAIM = Claim(
+    "K2-2", "s", "t", "", "", "M", Exact("error", "check", 0.0), Control("other", Exact("error", "check", 1.0))
+)
 VERDICTS = decide_all((CLAIM,), RUNS)
 
 
@@ -53,7 +55,12 @@ def test_a_sealed_folder_reads_back(tmp_path):
     folder = made(tmp_path / "run")
     record, verdict, runs = folder.sealed()
     assert record["experiment"] == "made-up" and stored_verdicts(verdict) == VERDICTS and len(runs) == 3
-    assert folder.finished and sorted(os.listdir(folder.path)) == ["metrics.parquet", "run.json", "runs.parquet", "verdict.json"]
+    assert folder.finished and sorted(os.listdir(folder.path)) == [
+        "metrics.parquet",
+        "run.json",
+        "runs.parquet",
+        "verdict.json",
+    ]
     with open(folder.path / "verdict.json") as file:
         assert json.load(file)["files"].keys() == {"run.json", "metrics.parquet", "runs.parquet"}
 

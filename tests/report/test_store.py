@@ -19,7 +19,9 @@ def run(tmp_path):
     (folder.path / "report.md").write_text("# x\n")
     (folder.path / "figures").mkdir()
     (folder.path / "figures" / "a.png").write_bytes(b"png")
-    curves = pl.DataFrame({"seed": [0] * 25, "step": np.arange(25), "loss": np.linspace(3, 2, 25), "head_logits": [[1.0]] * 25})
+    curves = pl.DataFrame(
+        {"seed": [0] * 25, "step": np.arange(25), "loss": np.linspace(3, 2, 25), "head_logits": [[1.0]] * 25}
+    )
     folder.write_results(Runs([Run("a", 0, {"loss": 0.1 + 0.2})]), curves)
     folder.seal({"verdicts": [], "experiment": "x"})
     return folder.path

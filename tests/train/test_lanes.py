@@ -20,11 +20,17 @@ C = Lane(Numbers(0.001, 0.0, np.inf, 0.0), 3)
 def of_lane(result, lane):
     """Everything that a job says of one lane, by name."""
     parameters = {jax.tree_util.keystr(p): v[lane] for p, v in jax.tree_util.tree_flatten_with_path(result.params)[0]}
-    return parameters | {f"final {n}": v[lane] for n, v in result.final.items()} | {n: v[:, lane] for n, v in result.curves.items()}
+    return (
+        parameters
+        | {f"final {n}": v[lane] for n, v in result.final.items()}
+        | {n: v[:, lane] for n, v in result.curves.items()}
+    )
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and np.array_equal(a[n], b[n], equal_nan=True) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and np.array_equal(a[n], b[n], equal_nan=True) for n in a
+    )
 
 
 def check_bits(config, corpus, one_device):
@@ -124,7 +130,9 @@ def short(tokens):
 
 def test_what_a_corpus_must_have(tiny, kjv):
     narrow = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, vocab_size=200))
-    with pytest.raises(ReproError, match="has 256 token ids and the model 200; set train.model.vocab-size to at least 256"):
+    with pytest.raises(
+        ReproError, match="has 256 token ids and the model 200; set train.model.vocab-size to at least 256"
+    ):
         train(narrow, [A], kjv)
     with pytest.raises(ReproError, match="training split of short has 5 tokens"):
         train(tiny, [A], short(5))

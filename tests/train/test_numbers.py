@@ -22,7 +22,9 @@ def test_warm_up_reaches_one_and_the_cosine_its_end():
     config = TrainConfig(steps=100, warmup=0.1, final_fraction=0.25)
     found = fractions(config)
     steps = np.arange(1, 101)
-    wanted = np.where(steps < 10, steps / 10, 0.25 + 0.75 * 0.5 * (1 + np.cos(np.pi * np.clip((steps - 10) / 90, 0, 1))))
+    wanted = np.where(
+        steps < 10, steps / 10, 0.25 + 0.75 * 0.5 * (1 + np.cos(np.pi * np.clip((steps - 10) / 90, 0, 1)))
+    )
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     assert found[9] == 1 and (found[:9] < 1).all() and (np.diff(found[9:]) < 0).all()
     assert found[-1] == pytest.approx(0.25, abs=1e-6)
@@ -37,7 +39,8 @@ def test_constant_schedule_and_no_warm_up():
 
 
 @pytest.mark.parametrize(
-    ("steps", "most", "chunk"), [(300, 50, 50), (300, 10, 10), (20, 50, 20), (70, 50, 35), (53, 50, 50), (7, 10, 7), (1, 10, 1)]
+    ("steps", "most", "chunk"),
+    [(300, 50, 50), (300, 10, 10), (20, 50, 20), (70, 50, 35), (53, 50, 50), (7, 10, 7), (1, 10, 1)],
 )
 def test_chunks_divide_the_steps_where_that_is_not_far_below(steps, most, chunk):
     assert chunk_length(steps, most) == chunk

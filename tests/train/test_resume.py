@@ -32,7 +32,10 @@ def interrupted(config, corpus, folder, step):
 
 
 def equal(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(dataclasses.astuple(a)), jax.tree.leaves(dataclasses.astuple(b)), strict=True))
+    return all(
+        np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(dataclasses.astuple(a)), jax.tree.leaves(dataclasses.astuple(b)), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("stop", "first"), [(10, 10), (20, 20), (30, 30)])

@@ -57,7 +57,9 @@ def reference_gradient(config):
         right = jnp.take_along_axis(logits, window[:, 1:, None], -1)[..., 0]
         return jnp.mean(log_z - right) + z_loss * jnp.mean(log_z**2)
 
-    return jax.jit(lambda params, window, z: (jax.grad(loss)(params, window, z), program(config).apply(params, window[:, :-1])))
+    return jax.jit(
+        lambda params, window, z: (jax.grad(loss)(params, window, z), program(config).apply(params, window[:, :-1]))
+    )
 
 
 def orthogonalised(matrix):

@@ -15,7 +15,9 @@ CLAIMS = (
 
 
 def plan(preset):
-    runs = yield [Cell("plain", "custom", rate, "tuning", "tuning", preset.tuning_seeds) for rate in preset.tuning_rates]
+    runs = yield [
+        Cell("plain", "custom", rate, "tuning", "tuning", preset.tuning_seeds) for rate in preset.tuning_rates
+    ]
     rate = best_rate(runs, "plain", "custom")
     yield [Cell(arm, "custom", rate, "best", "test", preset.test_seeds) for arm in ("plain", "decayed")]
 
