@@ -3,16 +3,19 @@
 from repro.quant.accumulator import Accumulator, accumulate
 from repro.quant.codes import decode, encode
 from repro.quant.delayed import DelayedScale
+from repro.quant.delayed_dot import DelayedScales, delayed_dot
 from repro.quant.dot import dot
 from repro.quant.fake import fake_quantize
 from repro.quant.formats import FORMATS, Format
 from repro.quant.hadamard import hadamard
+from repro.quant.native import native_reason
 from repro.quant.policies import POLICIES, GemmPolicy
 from repro.quant.qtensor import QTensor, quantize
 from repro.quant.recipes import RECIPES, Recipe
 from repro.quant.rounding import round_to
 
 __all__ = [
-    "Accumulator", "DelayedScale", "FORMATS", "Format", "GemmPolicy", "POLICIES", "QTensor", "RECIPES", "Recipe",
-    "accumulate", "decode", "dot", "encode", "fake_quantize", "hadamard", "quantize", "round_to",
+    "Accumulator", "DelayedScale", "DelayedScales", "FORMATS", "Format", "GemmPolicy", "POLICIES", "QTensor",
+    "RECIPES", "Recipe", "accumulate", "decode", "delayed_dot", "dot", "encode", "fake_quantize", "hadamard",
+    "native_reason", "quantize", "round_to",
 ]  # fmt: skip

@@ -42,7 +42,16 @@ class DelayedScale:
         return jnp.where(largest > 0, jnp.maximum(scale, jnp.finfo(jnp.float32).tiny), 1.0)
 
     def update(self, x: jax.Array) -> DelayedScale:
-        """The history after a step that used `x`, of any shape; unchanged if x is all zero or not all finite."""
-        amax = jnp.max(magnitude(as_float32(x)), initial=0)
-        pushed = jnp.concatenate([from_bits(amax)[None], self.history[:-1]])
-        return DelayedScale(jnp.where((amax > 0) & (amax < INFINITY), pushed, self.history))
+        """The history after a step that used `x`, of any shape; see `push`."""
+        return self.push(amax_of(x))
+
+    def push(self, amax: jax.Array) -> DelayedScale:
+        """The history after a step with the largest magnitude `amax`, `[]`; unchanged if that is 0 or not finite."""
+        known = (magnitude(amax) > 0) & (magnitude(amax) < INFINITY)
+        pushed = jnp.concatenate([amax.reshape(1), self.history[:-1]])
+        return DelayedScale(jnp.where(known, pushed, self.history))
+
+
+def amax_of(x: jax.Array) -> jax.Array:
+    """The largest magnitude of `x`, float32 `[]`; NaN if x holds one."""
+    return from_bits(jnp.max(magnitude(as_float32(x)), initial=0))
