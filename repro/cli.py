@@ -1,4 +1,4 @@
-"""The command line: `repro list | show | run | resume | verdict | report | doctor`."""
+"""The command line: `repro list | show | run | resume | verdict | report | ledger | doctor`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     verdict.add_argument("--check", action="store_true", help="derive the verdicts again and compare")
     report = commands.add_parser("report", help="draw the figures and report.md of a run folder again")
     report.add_argument("folders", metavar="DIR", type=Path, nargs="+")
+    ledger = commands.add_parser("ledger", help="bytes of a training state, by role and policy")
+    ledger.add_argument("--parameters", metavar="N", help="number of parameters")
+    ledger.add_argument("--size", help="count the parameters of this model size")
+    ledger.add_argument("--policy", help="one policy, role by role (default: all)")
+    ledger.add_argument("--role", metavar="ROLE=FORMAT", action="append", default=[], help="change one; FORMAT may be none")
     commands.add_parser("doctor", help="what this machine can run")
     return parser
 

@@ -123,7 +123,8 @@ def run(args: argparse.Namespace, overrides: list) -> int:
     stored = experiment.presets[args.preset]
     prog = f"repro run {experiment.name}"
     if args.help:
-        print(f"usage: {prog} [--preset {'|'.join(experiment.presets)}] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n")
+        seeds = " [--seeds N]" if hasattr(stored, "test_seeds") else ""
+        print(f"usage: {prog} [--preset {'|'.join(experiment.presets)}]{seeds} [--out DIR] [--FIELD VALUE ...]\n")
         print(help_text(stored, prog))
         return 0
     preset, changed = changed_preset(experiment, stored, overrides, args.seeds, prog)
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace, overrides: list) -> int:
 def _check_platform(preset: Any, name: str) -> None:
     import jax
 
-    if preset.platform == "gpu" and jax.default_backend() not in ("gpu", "cuda", "rocm"):
+    if getattr(preset, "platform", "any") == "gpu" and jax.default_backend() not in ("gpu", "cuda", "rocm"):
         raise ReproError(
             f"preset {name} is made for a GPU with about 80 GB of memory and JAX sees only {jax.default_backend()}; "
             "install repro[cuda] on such a machine, or use --preset cpu."
@@ -160,13 +161,13 @@ def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, change
     return 0
 
 
-def _stored_preset(record: dict, where: Path) -> Any:
+def _stored_preset(experiment: Any, record: dict, where: Path) -> Any:
     import pydantic
 
-    from repro.train.preset import Preset
-
+    # All presets of an experiment are of one class, its own or that of `repro.train`.
+    kind = type(next(iter(experiment.presets.values())))
     try:
-        return pydantic.TypeAdapter(Preset).validate_python(record["preset"])
+        return pydantic.TypeAdapter(kind).validate_python(record["preset"])
     except (KeyError, pydantic.ValidationError) as error:
         raise ReproError(
             f"{where}/run.json does not hold a preset of this version; it was edited or is of another version."
@@ -179,7 +180,7 @@ def _same_rules(record: dict, where: Path) -> tuple:
     from repro.claims import rule_hash
 
     experiment = catalogue.load(str(record.get("experiment")))
-    preset = _stored_preset(record, where)
+    preset = _stored_preset(experiment, record, where)
     if rule_hash(experiment, preset, record["preset"]) != record.get("rule_hash"):
         raise ReproError(
             f"the claims, arms or preset of {experiment.name} have changed since {where} was written; "
@@ -251,6 +252,12 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def ledger(args: argparse.Namespace) -> int:
+    from repro import ledger_command
+
+    return ledger_command.ledger(args, _console())
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Versions, devices, data, and which presets this machine can run."""
     _start_devices()
@@ -281,4 +288,7 @@ def doctor(args: argparse.Namespace) -> int:
     return 0 if total == 64.0**3 else 2
 
 
-COMMANDS = {"list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "doctor": doctor}
+COMMANDS = {
+    "list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "ledger": ledger,
+    "doctor": doctor,
+}  # fmt: skip

@@ -24,7 +24,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def parse(preset: Preset, arguments: list[str], prog: str) -> Preset:
+def parse(preset: Any, arguments: list[str], prog: str) -> Any:
     """`preset` with fields replaced by arguments such as `--train.steps 100`.
 
     Raises `ReproError`, one sentence, for an unknown field or a value of the wrong type.
@@ -37,7 +37,7 @@ def parse(preset: Preset, arguments: list[str], prog: str) -> Preset:
         raise ReproError(f"{prog}: {_first_paragraph(said.getvalue())}; `{prog} --help` lists every field.") from None
 
 
-def help_text(preset: Preset, prog: str) -> str:
+def help_text(preset: Any, prog: str) -> str:
     """Every field that can be overridden, with its value."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
@@ -45,8 +45,8 @@ def help_text(preset: Preset, prog: str) -> str:
     return said.getvalue()
 
 
-def _parsed(preset: Preset, arguments: list[str], prog: str) -> Preset:
-    return tyro.cli(Preset, default=preset, args=arguments, prog=prog, config=(tyro.conf.AvoidSubcommands,))
+def _parsed(preset: Any, arguments: list[str], prog: str) -> Any:
+    return tyro.cli(type(preset), default=preset, args=arguments, prog=prog, config=(tyro.conf.AvoidSubcommands,))
 
 
 def _first_paragraph(box: str) -> str:
@@ -61,22 +61,50 @@ def _first_paragraph(box: str) -> str:
 
 
 def changed_preset(
-    experiment: Experiment, preset: Preset, arguments: list[str], seeds: int | None, prog: str
-) -> tuple[Preset, list[str]]:
+    experiment: Experiment, preset: Any, arguments: list[str], seeds: int | None, prog: str
+) -> tuple[Any, list[str]]:
     """The preset that a command asks for, and the names of the fields that differ from the stored one.
 
-    A changed preset does not count as evidence. Raises `ReproError` for a field that this experiment sets itself.
+    A changed preset does not count as evidence, where it has a field `evidence`. Raises `ReproError` for a field that
+    this experiment sets itself, and for `seeds` where it has no test seeds.
     """
+    if seeds is not None and not hasattr(preset, "test_seeds"):
+        raise ReproError(
+            f"--seeds {seeds} has no meaning for {experiment.name}, which has no test seeds; leave it out."
+        )
+    if isinstance(preset, Preset):
+        asked, changed = _changed_training(experiment, preset, arguments, seeds, prog)
+    else:
+        asked = _with_seeds(parse(preset, arguments, prog), seeds)
+        changed = _differences(preset, asked)
+    if changed and "evidence" not in changed and hasattr(asked, "evidence"):
+        asked = dataclasses.replace(asked, evidence=False)
+    return asked, changed
+
+
+def _with_seeds(preset: Any, seeds: int | None) -> Any:
+    if seeds is None:
+        return preset
+    if seeds < 1:
+        raise ReproError(f"--seeds is {seeds}; it must be at least 1.")
+    return dataclasses.replace(preset, test_seeds=tuple(range(seeds)))
+
+
+def _differences(before: Any, after: Any) -> list[str]:
+    """The dotted names of the fields in which two presets of one class differ."""
+    old, new = flatten(before), flatten(after)
+    return sorted(name for name in new if new[name] != old[name])
+
+
+def _changed_training(
+    experiment: Experiment, preset: Preset, arguments: list[str], seeds: int | None, prog: str
+) -> tuple[Preset, list[str]]:
+    """`changed_preset` of a sweep, whose named sizes and own shape are two ways of saying one thing."""
     single = len(preset.sizes) == 1 and not preset.trend_sizes
     shown = dataclasses.replace(preset, train=preset.config(preset.sizes[0])) if single else preset
-    asked = parse(shown, arguments, prog)
-    if seeds is not None:
-        if seeds < 1:
-            raise ReproError(f"--seeds is {seeds}; it must be at least 1.")
-        asked = dataclasses.replace(asked, test_seeds=tuple(range(seeds)))
-    before, after = flatten(shown), flatten(asked)
-    changed = sorted(name for name in after if after[name] != before[name])
-    owned = {"train.learning_rate": "--rates"} | {
+    asked = _with_seeds(parse(shown, arguments, prog), seeds)
+    changed = _differences(shown, asked)
+    owned = {"train.learning_rate": "--rates" if hasattr(preset, "rates") else "the plan"} | {
         f"train.{name}": "the arms" for arm in experiment.arms for name in arm.settings
     }
     for name in changed:
@@ -91,8 +119,6 @@ def changed_preset(
         asked = dataclasses.replace(asked, sizes=("custom",))
     else:
         asked = dataclasses.replace(asked, train=preset.train if not changed else _shape_of(asked, preset))
-    if changed and "evidence" not in changed:
-        asked = dataclasses.replace(asked, evidence=False)
     return asked, changed
 
 

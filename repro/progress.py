@@ -44,6 +44,9 @@ class ConsoleWatcher(Watcher):
         if self._bar is not None:
             self._bar.stop()
 
+    def computing(self) -> None:
+        self.console.print("computing; nothing is trained")
+
     def compiling(self, programs: int) -> None:
         self.console.print(f"compiling {programs} program{'s' if programs > 1 else ''}")
 

@@ -23,7 +23,7 @@ from repro.claims import Cell, Experiment, Run, Runs, Verdict, decide_all, gathe
 from repro.data import Corpus, load_corpus
 from repro.errors import ReproError
 from repro.report import draw, write_report
-from repro.report.record import SCHEMA, RunFolder, write_json
+from repro.report.record import SCHEMA, RunFolder, no_curves, write_json
 from repro.report.tensorboard import CELL, write_events
 from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, summarise, train, with_settings
 from repro.train.ledgers import ledgers
@@ -109,6 +109,9 @@ def write_job_events(folder: RunFolder, curves: list[pl.DataFrame]) -> None:
 class Watcher:
     """What the command line shows; the base class shows nothing."""
 
+    def computing(self) -> None:
+        """The checks of an experiment that trains nothing begin."""
+
     def compiling(self, programs: int) -> None:
         """So many programs are being compiled."""
 
@@ -123,12 +126,21 @@ class Watcher:
 
 
 def describe(
-    experiment: Experiment, preset_name: str, preset: Preset, corpus: Corpus, changed: list[str]
+    experiment: Experiment, preset_name: str, preset: Any, corpus: Corpus | None, changed: list[str]
 ) -> dict[str, Any]:
-    """run.json as it stands before the first step."""
+    """run.json as it stands before the first step; without a corpus nothing is trained, and nothing is said of it."""
+    about = {
+        "schema": SCHEMA, "experiment": experiment.name, "title": experiment.title, "preset_name": preset_name,
+        "preset": dataclasses.asdict(preset), "changed": changed, "rule_hash": rule_hash(experiment, preset),
+        "versions": versions(), "hardware": hardware(), "started": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    return about if corpus is None else about | _describe_training(experiment, preset, corpus)
+
+
+def _describe_training(experiment: Experiment, preset: Preset, corpus: Corpus) -> dict[str, Any]:
     first = experiment.arms[0]
     evidence = {
-        "baseline": f"every arm against {first.label} or {experiment.arms[1].label}, paired by seed",
+        "baseline": f"every arm against {' or '.join(arm.label for arm in experiment.arms[:2])}, paired by seed",
         "seeds": f"{len(preset.test_seeds)} for the test, {len(preset.tuning_seeds)} others for tuning",
         "budget": f"{preset.train.steps} steps for every arm",
     }
@@ -137,14 +149,11 @@ def describe(
         arm.name: ledgers(with_settings(preset.config(size), dict(arm.settings)), evidence) for arm in experiment.arms
     }
     return {
-        "schema": SCHEMA, "experiment": experiment.name, "title": experiment.title, "preset_name": preset_name,
-        "preset": dataclasses.asdict(preset), "changed": changed, "rule_hash": rule_hash(experiment, preset),
         "corpus": {
             "name": corpus.name, "sha256": corpus.sha256, "hash_scope": corpus.hash_scope,
             "provenance": corpus.provenance, "tokens": len(corpus.tokens), "entropy_floor": corpus.entropy_floor,
         },
         "configs": {s: dataclasses.asdict(preset.config(s)) for s in dict.fromkeys((*preset.sizes, *preset.trend_sizes))},
-        "versions": versions(), "hardware": hardware(), "started": datetime.date.today().isoformat(),
         "ledgers": per_arm[first.name], "ledgers_by_arm": per_arm,
     }  # fmt: skip
 
@@ -152,7 +161,7 @@ def describe(
 def execute(
     experiment: Experiment,
     preset_name: str,
-    preset: Preset,
+    preset: Any,
     folder: RunFolder,
     *,
     changed: list[str] = [],
@@ -160,20 +169,20 @@ def execute(
 ) -> tuple[Verdict, ...]:
     """Runs, or continues, everything that `folder` does not hold yet, and seals it with the verdicts.
 
+    An experiment without a plan only computes: its table of curves has no rows, and its preset may be any frozen
+    dataclass. One with a plan takes a `repro.train.preset.Preset`.
     Raises `ReproError` for what a user can mend, among it a full disk; what was finished stays and can be resumed.
     """
     watcher = watcher or Watcher()
     experiment.check(preset)
-    corpus = load_corpus(preset.data)
-    for size in dict.fromkeys((*preset.sizes, *preset.trend_sizes)):
-        check_corpus(preset.config(size), corpus)
+    corpus = None if experiment.plan is None else _corpus_of(preset)
     started = time.monotonic()
-    mesh = lane_mesh()
     curves: list[pl.DataFrame] = []
     number = 0
 
     def run_cells(cells: list[Cell]) -> Runs:
         nonlocal number
+        mesh = lane_mesh()
         found = Runs()
         asked = {}
         for job in jobs(experiment, preset, cells, preset.lanes_per_device * mesh.shape["seed"]):
@@ -199,20 +208,22 @@ def execute(
     try:
         if not (folder.path / "run.json").is_file():
             write_json(folder.path / "run.json", describe(experiment, preset_name, preset, corpus, changed))
+        if corpus is None:
+            watcher.computing()
         runs = gather(experiment, preset, run_cells)
         verdicts = decide_all(experiment.claims_for(preset), runs)
-        table = pl.concat(curves)
+        table = pl.concat(curves) if curves else no_curves()
         folder.write_results(runs, table)
         record = folder.read("run.json")
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - started, 1)
         write_json(folder.path / "run.json", record)
-        figures = draw(experiment, table.drop("head_logits"), runs, verdicts, folder.path / "figures")
+        figures = draw(experiment, table.drop("head_logits", strict=False), runs, verdicts, folder.path / "figures")
         write_report(folder.path / "report.md", experiment, preset, record, runs, verdicts, figures)
         folder.seal(
             {
                 "experiment": experiment.name,
                 "preset": preset_name,
-                "evidence": preset.evidence,
+                "evidence": getattr(preset, "evidence", not changed),
                 "rule_hash": record["rule_hash"],
                 "verdicts": [v.to_json() for v in verdicts],
             }  # fmt: skip
@@ -224,6 +235,14 @@ def execute(
             ) from error
         raise
     return verdicts
+
+
+def _corpus_of(preset: Preset) -> Corpus:
+    """The corpus of a preset, fit for all its sizes."""
+    corpus = load_corpus(preset.data)
+    for size in dict.fromkeys((*preset.sizes, *preset.trend_sizes)):
+        check_corpus(preset.config(size), corpus)
+    return corpus
 
 
 def _train_job(

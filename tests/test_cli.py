@@ -36,7 +36,8 @@ def test_show_a_claim(command):
         and "repro run logit-explosion" in out
         and "Control: arms exchanged" in " ".join(out.split())
     )
-    assert "no experiment judges it" in command("show", "V3-1")[1]
+    rows = [line.split() for line in command("list")[1].splitlines() if "not run" in line]
+    assert "no experiment judges it" in command("show", next(row[0] for row in rows if row[0] in LEDGER))[1]
 
 
 def test_show_an_experiment(command):
@@ -52,6 +53,33 @@ def test_doctor(command):
     assert "--preset smoke: can run here" in out and "--preset gpu: cannot run here" in out
 
 
+def test_the_ledger_of_a_published_size(command):
+    code, out, err = command("ledger", "--parameters", "27,781,427,952")
+    assert code == 0 and err == "" and "27,781,427,952 parameters" in out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()}
+    assert rows["fp32_adam"][1:4] == ["16", "444.5", "1"] and rows["v3"][1:4] == ["12", "333.4", "0.75"]
+    assert rows["mxfp4"][1:] == ["e2m1", "4.25", "0.25"] and rows["nvfp4"][2] == "4.5"
+
+
+def test_the_ledger_of_a_model_by_role(command):
+    from repro.models import ModelConfig, abstract
+
+    code, out, _ = command(
+        "ledger", "--size", "xs", "--policy", "v3", "--role", "second-moment=none", "--role", "ema=bf16"
+    )
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()}
+    assert code == 0 and "second_moment" not in rows
+    assert rows["ema"][-4:-1] == ["bf16", "16", "2"] and rows["total"][1:3] == ["v3", "12"]
+    import jax
+
+    assert rows[out.split()[0]][0] == f"{sum(x.size for x in jax.tree.leaves(abstract(ModelConfig()))):,}"
+
+
+def test_the_ledger_alone_compares_policies_and_formats(command):
+    code, out, _ = command("ledger")
+    assert code == 0 and "GB" not in out and "bf16_only" in out and "nf4" in out
+
+
 def test_help_of_run_lists_the_fields(command):
     code, out, _ = command("run", "logit-explosion", "--help")
     assert code == 0 and all(
@@ -65,7 +93,7 @@ REFUSALS = [
     (["list", "--all"], "unrecognized arguments: --all"),
     (["show"], "required: ID"),
     (["show", "Z-1"], "'Z-1' is neither a claim nor an experiment"),
-    (["run"], "which experiment? Known are logit-explosion"),
+    (["run"], "which experiment? Known are "),
     (["run", "nope"], "experiment 'nope' is unknown"),
     (["run", "logit-explosion", "--preset", "huge"], "preset 'huge' is unknown for logit-explosion; known are smoke, cpu"),
     (["run", "logit-explosion", "--seeds", "some"], "invalid int value: 'some'"),
@@ -77,12 +105,40 @@ REFUSALS = [
     (["run", "logit-explosion", "--train.tau", "30"], "train.tau is set by the arms"),
     (["run", "logit-explosion", "--sizes", "xs", "w32", "--train.length", "8"], "contradict each other"),
     (["run", "logit-explosion", "--preset", "gpu"], "made for a GPU with about 80 GB of memory and JAX sees only cpu"),
+    (["ledger", "--parameters", "many"], "--parameters is many; it must be a whole number of at least 1."),
+    (["ledger", "--parameters", "-3"], "--parameters is -3"),
+    (["ledger", "--size", "huge"], "size 'huge' is unknown; known are w32"),
+    (["ledger", "--size", "xs", "--parameters", "3"], "contradict each other"),
+    (["ledger", "--policy", "v9"], "'v9' is unknown; known are fp32_adam"),
+    (["ledger", "--role", "ema"], "--role ema is not ROLE=FORMAT"),
+    (["ledger", "--role", "momentum=fp32"], "no role 'momentum'; there is parameters"),
+    (["ledger", "--role", "ema=fp7"], "'fp7' is no format"),
     (["resume"], "required: DIR"),
     (["resume", "nowhere"], "nowhere holds no run.json"),
     (["verdict", "."], "holds no run.json; give the folder that `repro run` wrote"),
     (["verdict", "--check", "nowhere"], "nowhere holds no run.json"),
     (["report", "nowhere"], "nowhere holds no run.json"),
 ]  # fmt: skip
+
+
+COMPUTED = [
+    (["--seeds", "3"], "--seeds 3 has no meaning for tally, which has no test seeds; leave it out."),
+    (["--trials", "3"], "trials"),
+    (["--counts", "many"], "many"),
+    (["--counts", "0"], "counts is (0,); give numbers of at least 1."),
+    (["--preset", "gpu"], "preset 'gpu' is unknown for tally; known are smoke, cpu."),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), COMPUTED, ids=[" ".join(words) for words, _ in COMPUTED])
+def test_refusals_of_an_experiment_that_only_computes(refused, toy, tmp_path, words, message):
+    assert message in refused("run", "tally", "--out", tmp_path / "run", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_of_an_experiment_with_its_own_preset_lists_its_own_fields(command, toy):
+    code, out, _ = command("run", "tally", "--help")
+    assert code == 0 and "--counts" in out and "--train.steps" not in out and "--seeds" not in out
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSALS, ids=[" ".join(words) for words, _ in REFUSALS])

@@ -1,5 +1,7 @@
 """Presets changed from the command line."""
 
+import dataclasses
+
 import pytest
 
 from repro import catalogue
@@ -99,6 +101,30 @@ def test_refused_in_one_line(experiment, arguments, message):
 def test_seeds_must_be_some(experiment):
     with pytest.raises(ReproError, match="--seeds is 0; it must be at least 1"):
         changed(experiment, seeds=0)
+
+
+def test_a_preset_of_ones_own(toy):
+    tally = catalogue.load("tally")
+    for stored in tally.presets.values():
+        assert changed_preset(tally, stored, [], None, "p") == (stored, [])
+    preset, names = changed_preset(tally, tally.presets["cpu"], ["--counts", "5"], None, "p")
+    assert names == ["counts"] and preset == type(preset)((5,), evidence=False)
+    kept, _ = changed_preset(tally, tally.presets["cpu"], ["--counts", "5", "--no-evidence"], None, "p")
+    assert kept == preset
+    with pytest.raises(ReproError, match="--seeds 2 has no meaning for tally"):
+        changed_preset(tally, tally.presets["cpu"], [], 2, "p")
+
+
+def test_seeds_and_own_fields_of_a_preset_without_evidence(experiment):
+    @dataclasses.dataclass(frozen=True)
+    class Seeded:
+        trials: int = 3
+        test_seeds: tuple[int, ...] = (0, 1)
+
+    preset, names = changed_preset(experiment, Seeded(), ["--trials", "4"], 1, "p")
+    assert preset == Seeded(4, (0,)) and names == ["test_seeds", "trials"]
+    with pytest.raises(ReproError, match="--seeds is 0"):
+        changed_preset(experiment, Seeded(), [], 0, "p")
 
 
 def test_flat_names():

@@ -23,9 +23,11 @@ from tensorboardX.proto.event_pb2 import Event
 import repro.runner as runner
 from repro.data import load_corpus
 from repro.report import record
+from repro.report.store import store
 from repro.train import train
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+TOY = Path(__file__).parent / "toy"
 
 
 def files(folder):
@@ -332,3 +334,77 @@ def test_files_that_may_not_grow(toy_run, toy, command, refused, tmp_path, monke
         return
     assert command("resume", folder)[0] == 0
     same_results(toy_run, folder)
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """The folder of a finished run of `tally`, which trains nothing; copy it before changing anything."""
+    from repro.cli import main
+
+    folder = tmp_path_factory.mktemp("tally") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(TOY)
+        assert main(["run", "tally", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_a_run_without_training_leaves_the_same_kinds_of_files_and_says_nothing_of_training(computed):
+    assert files(computed) == [
+        "figures/errors.png", "figures/table.png", "metrics.parquet", "report.md", "run.json", "runs.parquet",
+        "verdict.json",
+    ]  # fmt: skip
+    about = json.loads((computed / "run.json").read_text())
+    assert about["preset"] == {"counts": [1, 10, 100], "evidence": True} and about["seconds"] >= 0
+    assert not {"corpus", "configs", "ledgers", "ledgers_by_arm"} & about.keys()
+    assert json.loads((computed / "verdict.json").read_text())["evidence"] is True
+    curves = pl.read_parquet(computed / "metrics.parquet")
+    assert len(curves) == 0 and curves.columns == ["arm", "size", "point", "phase", "rate", "seed", "step"]
+    assert len(pl.read_parquet(computed / "runs.parquet")) == 8
+
+
+def test_the_page_of_a_run_without_training_shows_what_there_is(computed):
+    text = (computed / "report.md").read_text()
+    assert "## What was computed" in text and "| n n / 2 |" in text and "figures/errors.png" in text
+    assert "| counts | 1, 10, 100 |" in text and "repro run tally --preset cpu" in text
+    for absent in ("Corpus", "seeds", "Ledgers", "Test runs", "loss.png", "median", "not count as evidence"):
+        assert absent not in text, absent
+
+
+def test_a_run_without_training_loads_no_corpus_and_no_mesh(toy, tmp_path, monkeypatch, command):
+    for name in ("load_corpus", "lane_mesh", "prepare", "train"):
+        monkeypatch.setattr(runner, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+    code, out, err = command("run", "tally", "--preset", "smoke", "--out", tmp_path / "run")
+    assert code == 0 and err == "" and "nothing is trained" in out
+
+
+def test_every_command_reads_a_run_without_training(toy, computed, tmp_path, command):
+    folder = tmp_path / "run"
+    shutil.copytree(computed, folder)
+    before = {name: (folder / name).read_bytes() for name in files(folder)}
+    assert "1 verdicts derived again, all as stored" in " ".join(command("verdict", folder, "--check")[1].split())
+    assert "supported" in command("resume", folder)[1]
+    assert command("report", folder)[0] == 0
+    assert {name: (folder / name).read_bytes() for name in files(folder)} == before
+    (folder / "verdict.json").unlink()
+    assert command("resume", folder)[0] == 0
+    same_results(folder, computed)
+    code, out, _ = command("show", "tally")
+    assert code == 0 and "gauss: n (n + 1) / 2" in out
+    assert "tally" in command("list")[1] and "tally --preset cpu: can run here" in command("doctor")[1]
+
+
+def test_a_run_without_training_can_be_stored(toy, computed, tmp_path, command):
+    store(computed, tmp_path / "kept")
+    assert "all as stored" in " ".join(command("verdict", tmp_path / "kept", "--check")[1].split())
+    assert "curves" not in json.loads((tmp_path / "kept" / "verdict.json").read_text())
+    (tmp_path / "kept" / "metrics.parquet").unlink()
+    assert command("verdict", tmp_path / "kept", "--check")[0] == 2
+
+
+def test_a_preset_of_ones_own_changed_by_hand_is_no_evidence(toy, tmp_path, command):
+    folder = tmp_path / "run"
+    assert command("run", "tally", "--counts", "3", "4", "--out", folder)[0] == 0
+    about, verdict = (json.loads((folder / name).read_text()) for name in ("run.json", "verdict.json"))
+    assert about["changed"] == ["counts"] and about["preset"] == {"counts": [3, 4], "evidence": False}
+    assert verdict["evidence"] is False and "not count as evidence" in (folder / "report.md").read_text()
+    assert command("verdict", folder, "--check")[0] == 0

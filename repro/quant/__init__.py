@@ -8,6 +8,7 @@ from repro.quant.dot import dot
 from repro.quant.fake import fake_quantize
 from repro.quant.formats import FORMATS, Format
 from repro.quant.hadamard import hadamard
+from repro.quant.ledger import STATE_POLICIES, StatePolicy, state_ledger, storage_bits
 from repro.quant.native import native_reason
 from repro.quant.policies import POLICIES, GemmPolicy
 from repro.quant.qtensor import QTensor, quantize
@@ -16,6 +17,6 @@ from repro.quant.rounding import round_to
 
 __all__ = [
     "Accumulator", "DelayedScale", "DelayedScales", "FORMATS", "Format", "GemmPolicy", "POLICIES", "QTensor",
-    "RECIPES", "Recipe", "accumulate", "decode", "delayed_dot", "dot", "encode", "fake_quantize", "hadamard",
-    "native_reason", "quantize", "round_to",
+    "RECIPES", "Recipe", "STATE_POLICIES", "StatePolicy", "accumulate", "decode", "delayed_dot", "dot", "encode",
+    "fake_quantize", "hadamard", "native_reason", "quantize", "round_to", "state_ledger", "storage_bits",
 ]  # fmt: skip

@@ -10,10 +10,12 @@ from matplotlib.figure import Figure
 from repro.claims import Experiment, Runs, Verdict
 from repro.errors import ReproError
 from repro.report.curve_figure import curve_figure
+from repro.report.dose_figure import dose_figure
 from repro.report.effects_figure import effects_figure
+from repro.report.heatmap_figure import heatmap_figure
 from repro.report.ladder_figure import ladder_figure
 from repro.report.look import house_style, save
-from repro.report.specs import Curve, Effects, Ladder, Spec, Width
+from repro.report.specs import Curve, Dose, Effects, Heatmap, Ladder, Spec, Width
 from repro.report.width_figure import width_figure
 
 
@@ -43,6 +45,10 @@ def figure(
                 return effects_figure(spec, experiment, verdicts)
             case Width():
                 return width_figure(spec, experiment, runs)
+            case Dose():
+                return dose_figure(spec, experiment, runs)
+            case Heatmap():
+                return heatmap_figure(spec)
     raise ReproError(f"experiment {experiment.name} lists a figure that is a {type(spec).__name__}, which is not drawn")
 
 

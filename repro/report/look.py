@@ -120,13 +120,16 @@ def add_legend(figure: Figure, handles: Sequence[Line2D], note: str = ""):
     legend.get_title().set(size=9.5, color=GREY)
 
 
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def plain_number(x: float) -> str:
     """A tick's text: 0.0001 and 50000 in full, and powers of ten beyond, without mathematical markup."""
     if x == 0 or 1e-4 <= abs(x) < 1e5:
         return f"{x:.6g}"
     mantissa, exponent = f"{x:.3e}".split("e")
     mantissa = mantissa.rstrip("0").rstrip(".")
-    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
     return power if mantissa == "1" else f"{mantissa}·{power}"
 
 
@@ -158,15 +161,36 @@ def log_scale(axis: Axis, values: Iterable[float]) -> bool:
 def fixed_ticks(axis: Axis, values: Sequence[float], *, at_most: int):
     """Ticks at measured positions of a log axis only, as many as stand apart: none nearer to its neighbour than the
     range over `at_most`."""
-    positions = sorted(set(values))
-    apart = math.log(positions[-1] / positions[0]) / at_most
-    chosen: list[float] = []
-    for position in positions:
-        if not chosen or math.log(position / chosen[-1]) >= apart:
-            chosen.append(position)
-    axis.set_major_locator(FixedLocator(chosen))
+    axis.set_major_locator(FixedLocator(spread_out(values, at_most=at_most, log=True)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+
+
+def spread_out(values: Sequence[float], *, at_most: int, log: bool) -> list[float]:
+    """As many of the values, ascending, as stand apart on an axis: none nearer to its neighbour than the range over
+    `at_most`."""
+    place = math.log if log else float
+    positions = sorted(set(values))
+    apart = (place(positions[-1]) - place(positions[0])) / at_most
+    chosen: list[float] = []
+    for position in positions:
+        if not chosen or place(position) - place(chosen[-1]) >= apart:
+            chosen.append(position)
+    return chosen
+
+
+def dose_text(x: float, base: int | bool) -> str:
+    """A tick's text: on an axis that counts in powers of two, those above 2^13 and below 2^-3 as powers."""
+    exponent = math.log2(x) if base == 2 else 0.5
+    if exponent.is_integer() and not -3 <= exponent <= 13:
+        return "2" + str(int(exponent)).translate(_SUPERSCRIPT)
+    return plain_number(x)
+
+
+def mark_low(axes: Axes, x: float, *, offset: float, color: str):
+    """A triangle at the lower edge for a value that a logarithmic axis cannot show; `offset` as in `mark_lost`."""
+    place = axes.get_xaxis_transform() + ScaledTranslation(offset / 72, 0, axes.figure.dpi_scale_trans)
+    axes.plot(x, 0, "v", color=color, markersize=6, transform=place, clip_on=False, zorder=4)
 
 
 def mark_lost(axes: Axes, x: float, *, offset: float, color: str):

@@ -1,5 +1,6 @@
 """The report of one run: what was claimed, what was run, what came out, and how far it reaches."""
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ def _at_a_glance(preset: Any, record: Mapping) -> str:
         said.append(f"{len(preset.test_seeds)} test seeds, {len(preset.tuning_seeds)} other seeds for tuning.")
     if hardware.get("platform"):
         said.append(f"Run on {escape(hardware['platform'])}.")
-    if not getattr(preset, "evidence", True):
+    if not getattr(preset, "evidence", not record.get("changed")):
         said.append("**These verdicts do not count as evidence**: the preset is a quick look, or was changed by hand.")
     return " ".join(said) + "\n" if said else ""
 
@@ -160,7 +161,8 @@ def _figures(experiment: Experiment, path: Path, figures: Sequence[Path]) -> Ite
 def _arms(experiment: Experiment, runs: Runs) -> Iterator[str]:
     summary = summarise(experiment, runs, every_metric=True)
     if summary.rows:
-        yield "## Test runs\n"
+        trained = any(not math.isnan(run.rate) for run in runs)
+        yield f"## {'Test runs' if trained else 'What was computed'}\n"
         yield markdown.table(summary.headings, summary.rows)
 
 

@@ -1,7 +1,8 @@
 """The run folder: what is in it, how it is written, and how it is checked when it is read again.
 
-    run.json          what was run: configuration, versions, hardware, corpus, ledgers N1-N10, rule hash
-    metrics.parquet   one row per run and step
+    run.json          what was run: preset, versions, hardware and rule hash; of training also the configurations,
+                      the corpus and the ledgers N1-N10
+    metrics.parquet   one row per run and step; no rows where nothing was trained
     runs.parquet      one row per run: the scalars that criteria read
     verdict.json      the verdicts, and the SHA-256 of the files above; written last
     report.md, figures/, tensorboard/
@@ -62,6 +63,12 @@ def write_table(path: Path, table: pl.DataFrame) -> None:
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def no_curves() -> pl.DataFrame:
+    """The table of curves of a run that trained nothing: the columns that name a run and a step, and no row."""
+    kinds = {"rate": pl.Float64, "seed": pl.Int64, "step": pl.Int32}
+    return pl.DataFrame(schema={name: kinds.get(name, pl.String) for name in (*KEYS, "step")})
 
 
 def runs_table(runs: Runs) -> pl.DataFrame:

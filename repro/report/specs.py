@@ -2,7 +2,11 @@
 
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
 
 from repro.claims.runs import parse_place
 from repro.errors import ReproError
@@ -168,4 +172,105 @@ class Width:
         )
 
 
-Spec = Curve | Ladder | Effects | Width
+@dataclass(frozen=True)
+class Reference:
+    """A labelled straight line across a figure: horizontal at `y` or vertical at `x`, in the unit of that axis.
+
+    ReproError unless exactly one of the two is given and finite.
+    """
+
+    label: str
+    x: float | None = None
+    y: float | None = None
+
+    def __post_init__(self):
+        given = [value for value in (self.x, self.y) if value is not None]
+        if len(given) != 1 or not math.isfinite(given[0]):
+            raise ReproError(f"the line {self.label!r} lies at one finite x or y, not at x = {self.x}, y = {self.y}")
+
+
+@dataclass(frozen=True)
+class Dose:
+    """A scalar against a numeric dose: per arm the mean over test seeds, and every seed as a dot.
+
+    Deterministic checks, whose only seed is 0, are drawn the same way without the words about seeds. A panel per size.
+
+    Fields:
+        name, title, ylabel, arms: as in `Curve`.
+        metric: name of a scalar of the runs.
+        xlabel: text below the axis; it names the unit of the dose.
+        points: pairs of a point's name (`Run.point`) and its dose.
+        log_x: base of a logarithmic x axis, 2 or 10; False for a linear one.
+        log_y: logarithmic y axis. A zero or negative value is then a triangle at the lower edge.
+        lines: reference lines.
+
+    ReproError for a name that is no file name, no or repeated points, a dose that is not finite, or one that is not
+    positive on a logarithmic axis; the same for the lines.
+    """
+
+    name: str
+    metric: str
+    title: str
+    xlabel: str
+    ylabel: str
+    points: tuple[tuple[str, float], ...]
+    arms: tuple[str, ...] = ()
+    log_x: Literal[False, 2, 10] = False
+    log_y: bool = False
+    lines: tuple[Reference, ...] = ()
+
+    def __post_init__(self):
+        _check_name(self.name)
+        object.__setattr__(self, "points", tuple((point, float(dose)) for point, dose in self.points))
+        if not self.points or len(dict(self.points)) < len(self.points):
+            raise ReproError(f"figure {self.name} needs one or more different points, not {list(self.points)}")
+        if self.log_x not in (False, 2, 10) or self.log_x is True:
+            raise ReproError(f"figure {self.name}: log_x is the base 2 or 10, or False, not {self.log_x!r}")
+        across = [dose for _, dose in self.points] + [line.x for line in self.lines if line.x is not None]
+        upwards = [line.y for line in self.lines if line.y is not None]
+        for log, values in ((self.log_x, across), (self.log_y, upwards)):
+            if not all(math.isfinite(value) and (value > 0 or not log) for value in values):
+                raise ReproError(f"figure {self.name}: {values} do not all have a place on their axis")
+
+    @property
+    def caption(self) -> str:
+        """One or two sentences for under the figure."""
+        return (
+            f"{self.title}: {self.metric} against {self.xlabel}. Lines join means, dots are single runs where there "
+            "are several." + (" A triangle at the lower edge is a value of zero or below." if self.log_y else "")
+        )
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """Matrices as colours, computed when the figure is drawn; one panel each, on one colour scale.
+
+    Fields:
+        name, title: as in `Curve`.
+        compute: () -> {panel title: array [rows, columns]}. The same every time, and quick: it runs at every drawing.
+        label: text beside the colour bar; it names the unit.
+        xlabel, ylabel: what a column and a row are.
+        log: logarithmic colours. Values that are not positive, and NaN, are grey.
+
+    ReproError for a name that is no file name.
+    """
+
+    name: str
+    title: str
+    compute: Callable[[], Mapping[str, np.ndarray]]
+    label: str
+    xlabel: str = "column"
+    ylabel: str = "row"
+    log: bool = False
+
+    def __post_init__(self):
+        _check_name(self.name)
+
+    @property
+    def caption(self) -> str:
+        """One or two sentences for under the figure."""
+        grey = "a value that is not a positive number" if self.log else "a value that is not a number"
+        return f"{self.title}: {self.label}, by {self.ylabel} and {self.xlabel}. Grey is {grey}."
+
+
+Spec = Curve | Ladder | Effects | Width | Dose | Heatmap

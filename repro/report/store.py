@@ -28,4 +28,4 @@ def store(run: Path, out: Path, every: int = EVERY) -> None:
     shutil.copy(source.path / "report.md", target.path / "report.md")
     shutil.copytree(source.path / "figures", target.path / "figures")
     kept = {name: value for name, value in verdict.items() if name not in ("schema", "files")}
-    target.seal(kept | {"curves": f"every {every}th step and the last"})
+    target.seal(kept | ({"curves": f"every {every}th step and the last"} if len(curves) else {}))

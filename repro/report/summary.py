@@ -55,7 +55,8 @@ def summarise(experiment: Experiment, runs: Runs, *, every_metric: bool) -> Summ
     Args:
         every_metric: all metrics; otherwise those in `FIRST`, or all where none of these was recorded.
 
-    Columns and rows that would be empty are left out. Runs whose value is not finite are counted apart as diverged.
+    Columns and rows that would be empty are left out, and so is the number of seeds where all runs are deterministic
+    checks. Runs whose value is not finite are counted apart as diverged.
     """
     test = list(runs.select())
     recorded = list(dict.fromkeys(name for run in test for name in run.metrics))
@@ -67,13 +68,15 @@ def summarise(experiment: Experiment, runs: Runs, *, every_metric: bool) -> Summ
     groups: dict[tuple, list[Run]] = {}
     for run in sorted(test, key=lambda run: (sizes.index(run.size), order.get(run.arm, len(order)))):
         groups.setdefault((run.size, run.arm, run.point, f"{run.rate:g}"), []).append(run)
+    checks = all(math.isnan(run.rate) for run in test) and all(len(here) == 1 for here in groups.values())
     labels = {arm.name: arm.label for arm in experiment.arms}
     rows = []
     for (size, arm, point, rate), here in groups.items():
         cells = [_cell(name, here) for name in metrics]
         if any(cells):
-            rows.append((size, labels.get(arm, arm), point, "" if rate == "nan" else rate, str(len(here)), *cells))
-    named = [KNOWN[name][0] if name in KNOWN else f"{name}, median" for name in metrics]
+            seeds = "" if checks else str(len(here))
+            rows.append((size, labels.get(arm, arm), point, "" if rate == "nan" else rate, seeds, *cells))
+    named = [name if checks else KNOWN[name][0] if name in KNOWN else f"{name}, median" for name in metrics]
     headings = ("size", "arm", "point", "rate", "seeds", *named)
     used = [index for index in range(len(headings)) if any(row[index] for row in rows)]
     return Summary(tuple(headings[index] for index in used), tuple(tuple(row[index] for index in used) for row in rows))

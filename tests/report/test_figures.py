@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 
 from repro.claims import Arm, AtLeast, Claim, Control, Greater, Run, Runs, decide_all, swapped
 from repro.errors import ReproError
-from repro.report import Curve, Effects, Ladder, Width, draw, figure
+from repro.report import Curve, Dose, Effects, Heatmap, Ladder, Reference, Width, draw, figure
 from repro.report.curve_figure import band
 from repro.report.look import LINE_STYLES, PALETTE, arm_style, legend_shape, plain_number
 
@@ -320,3 +320,113 @@ def test_legends_use_the_width_they_have():
 @pytest.mark.parametrize(("x", "text"), [(0.001, "0.001"), (50000, "50000"), (1e-5, "10⁻⁵"), (3e6, "3·10⁶")])
 def test_tick_texts(x, text):
     assert plain_number(x) == text
+
+
+DOSE = Dose("d", "error", "title", "dose", "error", (("a", 2**-4), ("b", 1.0), ("c", 2**5)), ("muon", "adamw"), log_x=2)
+
+
+def dosed(values, seeds=(0,), size=""):
+    """Runs of {arm: {point: values over seeds}}."""
+    return Runs(
+        Run(arm, seed, {"error": value}, point=point, size=size)
+        for arm, points in values.items()
+        for point, over_seeds in points.items()
+        for seed, value in zip(seeds, over_seeds, strict=True)
+    )
+
+
+def test_a_dose_is_a_mean_with_a_dot_per_seed(experiment, curves):
+    runs = dosed({"muon": {"c": (5.0, 7.0), "a": (1.0, 2.0)}, "adamw": {"b": (3.0, 3.0)}}, (4, 9))
+    drawn = figure(DOSE, experiment, curves, runs, ())
+    line, dots = drawn.axes[0].lines[2:4]
+    assert list(line.get_xdata()) == [2**-4, 32] and list(line.get_ydata()) == [1.5, 6.0]
+    assert sorted(dots.get_ydata()) == [1, 2, 5, 7] and dots.get_color() == line.get_color()
+    assert legend_texts(drawn) == ["AdamW", "Muon"] and "single seeds" in drawn.legends[0].get_title().get_text()
+    assert drawn.axes[0].get_xscale() == "log"
+    ticks = drawn.axes[0].xaxis
+    assert [ticks.get_major_formatter()(x, 0) for x in ticks.get_majorticklocs()] == ["2⁻⁴", "1", "32"]
+
+
+def test_a_deterministic_dose_has_one_mark_per_point_and_no_words_about_seeds(experiment, curves):
+    drawn = figure(DOSE, experiment, curves, dosed({"muon": {"a": (1.0,), "b": (2.0,)}}), ())
+    line, dots = drawn.axes[0].lines
+    assert list(line.get_ydata()) == [1, 2] and len(dots.get_xdata()) == 0
+    assert drawn.legends[0].get_title().get_text() == ""
+
+
+def test_zero_and_lost_values_of_a_dose_are_marked_at_the_edges(experiment, curves):
+    spec = dataclasses.replace(DOSE, log_y=True)
+    runs = dosed({"muon": {"a": (0.0,), "b": (2.0,), "c": (math.nan,)}, "adamw": {"a": (1.0,), "b": (1.0,)}})
+    axes = figure(spec, experiment, curves, runs, ()).axes[0]
+    marks = {line.get_marker(): line.get_xdata()[0] for line in axes.lines if line.get_marker() in ("x", "v")}
+    assert marks == {"v": 2**-4, "x": 32} and axes.get_yscale() == "log"
+    means = next(line for line in axes.lines if len(line.get_xdata()) == 3).get_ydata()
+    assert np.isnan(means[[0, 2]]).all() and means[1] == 2
+    note = figure(spec, experiment, curves, runs, ()).legends[0].get_title().get_text()
+    assert "triangle" in note and "cross" in note
+
+
+def test_reference_lines_of_a_dose_lie_where_they_say(experiment, curves):
+    spec = dataclasses.replace(DOSE, lines=(Reference("two per cent", y=0.02), Reference("limit", x=16.0)))
+    drawn = figure(spec, experiment, curves, dosed({"muon": {"a": (1.0,)}}), ())
+    across, up = drawn.axes[0].lines[:2]
+    assert list(across.get_ydata()) == [0.02, 0.02] and list(up.get_xdata()) == [16, 16]
+    assert legend_texts(drawn) == ["Muon", "two per cent", "limit"]
+
+
+def test_a_dose_has_a_panel_per_size_and_is_left_out_without_runs(experiment, curves, runs):
+    both = dosed({"muon": {"a": (1.0,)}}, size="s") + dosed({"muon": {"a": (2.0,)}}, size="m")
+    assert [axes.get_title("left") for axes in figure(DOSE, experiment, curves, both, ()).axes] == ["size s", "size m"]
+    assert figure(DOSE, experiment, curves, runs, ()) is None
+    with pytest.raises(ReproError, match="no arm 'nobody'"):
+        figure(dataclasses.replace(DOSE, arms=("nobody",)), experiment, curves, runs, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"points": ()}, "one or more different points"),
+        ({"points": (("a", 1), ("a", 2))}, "one or more different points"),
+        ({"points": (("a", 0),)}, "do not all have a place"),
+        ({"points": (("a", math.inf),)}, "do not all have a place"),
+        ({"log_x": True}, "base 2 or 10"),
+        ({"log_x": 3}, "base 2 or 10"),
+        ({"log_y": True, "lines": (Reference("zero", y=0.0),)}, "do not all have a place"),
+        ({"lines": (Reference("zero", x=0.0),)}, "do not all have a place"),
+        ({"name": "a/b"}, "file name"),
+    ],
+)
+def test_doses_that_cannot_be_drawn(change, message):
+    with pytest.raises(ReproError, match=message):
+        dataclasses.replace(DOSE, **change)
+
+
+@pytest.mark.parametrize("where", [{}, {"x": 1.0, "y": 1.0}, {"y": math.nan}])
+def test_a_reference_line_is_somewhere(where):
+    with pytest.raises(ReproError, match="one finite x or y"):
+        Reference("l", **where)
+
+
+def test_a_heatmap_shows_its_matrices_on_one_scale(experiment, curves, runs):
+    first, second = np.array([[1.0, 10.0], [0.0, np.nan]]), np.array([[100.0, -1.0, 3.0]])
+    spec = Heatmap("h", "title", lambda: {"one": first, "two": second}, "error (%)", "K", "bits", log=True)
+    drawn = figure(spec, experiment, curves, runs, ())
+    images = [axes.images[0] for axes in drawn.axes[:2]]
+    assert [axes.get_title("left") for axes in drawn.axes[:2]] == ["one", "two"]
+    for image, values in zip(images, (first, second), strict=True):
+        shown = image.get_array()
+        assert np.array_equal(shown.mask, ~(np.nan_to_num(values) > 0))
+        assert np.array_equal(shown.compressed(), values[values > 0]) and image.get_clim() == (1, 100)
+        assert image.cmap.name == "cividis"
+    assert drawn.axes[2].get_ylabel() == "error (%)" and drawn.axes[0].get_ylabel() == "bits"
+    linear = dataclasses.replace(spec, log=False)
+    image = figure(linear, experiment, curves, runs, ()).axes[0].images[0]
+    assert image.get_clim() == (-1, 100) and image.get_array().mask.sum() == 1
+
+
+def test_heatmaps_without_values_or_with_vectors(experiment, curves, runs):
+    nothing = Heatmap("h", "t", lambda: {"one": np.full((2, 2), -1.0)}, "error", log=True)
+    assert figure(nothing, experiment, curves, runs, ()) is None
+    assert figure(dataclasses.replace(nothing, compute=dict), experiment, curves, runs, ()) is None
+    with pytest.raises(ReproError, match="one is an array of shape \\(3,\\), not a matrix"):
+        figure(dataclasses.replace(nothing, compute=lambda: {"one": np.ones(3)}), experiment, curves, runs, ())

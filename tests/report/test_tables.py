@@ -84,7 +84,12 @@ def test_summary_counts_diverged_runs_and_leaves_out_empty_columns(experiment):
 
 def test_checks_are_shown_by_their_own_metrics(experiment):
     summary = summarise(experiment, Runs([Run("check", 0, {"factor": 0.5})]), every_metric=False)
-    assert summary.rows == (("check", "1", "0.5"),) and summary.headings[-1] == "factor, median"
+    assert summary.rows == (("check", "0.5"),) and summary.headings == ("arm", "factor"), (
+        "no seeds, and no median of one"
+    )
+    several = Runs(Run("check", seed, {"factor": 0.5 + seed}) for seed in (0, 1, 2))
+    summary = summarise(experiment, several, every_metric=False)
+    assert summary.rows == (("check", "3", "1.5"),) and summary.headings[-1] == "factor, median"
     shown(arms_table(experiment, Runs()))
 
 
