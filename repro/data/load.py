@@ -10,6 +10,7 @@ from repro.errors import ReproError
 
 KINDS = {
     "kjv": "the King James Bible as bytes, shipped with the package",
+    "kjv:BYTES": "so many of its first bytes, to be learned by heart",
     "mkv2": "a synthetic language of known entropy",
     "mkv2:SEED": "the same with other tables",
     "text:GLOB[,GLOB...]": "your own text files as bytes; the path of one file does as well",
@@ -41,6 +42,8 @@ def load_corpus(spec, *, vocab_size=None):
     kind, colon, argument = spec.partition(":")
     if spec == "kjv":
         return load_kjv(vocab_size)
+    if kind == "kjv" and colon:
+        return load_kjv(vocab_size, int(argument) if argument.isascii() and argument.isdigit() else 0)
     if kind == "mkv2":
         return load_mkv2(_seed(argument) if colon else 0, vocab_size)
     if colon and kind in _FILE_LOADERS:

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from repro.models.config import ModelConfig
+from repro.models.linear import folded, linear
 from repro.models.norm import layer_norm, rms_norm
 from repro.models.parameter import normal, parameter
 
@@ -79,14 +80,15 @@ class MultiHeadAttention(nnx.Module):
             self.q_gain_K = parameter(jnp.ones(K, jnp.float32), "norm")
             self.k_gain_K = parameter(jnp.ones(K, jnp.float32), "norm")
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]."""
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]. `key` is for policies
+        that round stochastically."""
         config, dtype = self.config, x_BTD.dtype
-        q_DHK, k_DHK, v_DHV, o_HVD = (w[...].astype(dtype) for w in (self.q_DHK, self.k_DHK, self.v_DHV, self.o_HVD))
         with jax.named_scope("qkv"):
-            q_BTHK = jnp.einsum("btd,dhk->bthk", x_BTD, q_DHK)
-            k_BSHK = jnp.einsum("bsd,dhk->bshk", x_BTD, k_DHK)
-            v_BSHV = jnp.einsum("bsd,dhv->bshv", x_BTD, v_DHV)
+            q_BTHK, k_BSHK, v_BSHV = (
+                linear(x_BTD, w[...], config, "attention", folded(key, i))
+                for i, w in enumerate((self.q_DHK, self.k_DHK, self.v_DHV))
+            )
         if config.qk_norm != "none":
             norm = _NORMS[config.qk_norm]
             q_BTHK = norm(q_BTHK, self.q_gain_K[...], config.norm_eps)
@@ -100,5 +102,5 @@ class MultiHeadAttention(nnx.Module):
         weights_BHTS = jax.nn.softmax(jnp.where(mask_TS, seen_BHTS, _MASKED), -1).astype(dtype)
         with jax.named_scope("mix"):
             mixed_BTHV = jnp.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
-            out_BTD = jnp.einsum("bthv,hvd->btd", mixed_BTHV, o_HVD)
+            out_BTD = linear(mixed_BTHV, self.o_HVD[...], config, "attention", folded(key, 3), inputs=2)
         return out_BTD, logit_statistics(raw_BHTS, seen_BHTS, mask_TS)

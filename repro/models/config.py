@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from repro.errors import ReproError
+from repro.quant.precision import Precision, precision_of
 
 QKNorm = Literal["none", "rms", "layer"]
 
@@ -35,6 +36,9 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of matrix products and activations; parameters, attention logits and the loss stay float32."""
 
+    precision: str = "plain"
+    """Formats of the linear layers: a name of `repro.quant.PRECISIONS`, or a policy per role: `ffn=mxfp4,head=bf16`."""
+
     remat: bool = False
     """Recompute each block in the backward pass instead of keeping its activations: less memory, a third more time."""
 
@@ -56,10 +60,16 @@ class ModelConfig:
             raise ReproError(f"model.qk_norm is {self.qk_norm!r}; it must be none, rms or layer.")
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ReproError(f"model.compute_dtype is {self.compute_dtype!r}; it must be float32 or bfloat16.")
+        precision_of(self.precision)
 
     @property
     def head_size(self) -> int:
         return self.width // self.heads
+
+    @property
+    def dots(self) -> Precision:
+        """The policy of each role."""
+        return precision_of(self.precision)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from flax import nnx
 from repro.models.attention import MultiHeadAttention
 from repro.models.config import ModelConfig
 from repro.models.ffn import DenseFFN
+from repro.models.linear import folded, linear, stored
 from repro.models.norm import RMSNorm, rms_norm
 from repro.models.output import Output, Stats
 from repro.models.parameter import normal, parameter
@@ -28,10 +29,10 @@ class Block(nnx.Module):
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.ffn = DenseFFN(config, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Stats]:
-        mixed_BTD, logit_stats = self.attention(self.attention_norm(x_BTD))
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Stats]:
+        mixed_BTD, logit_stats = self.attention(self.attention_norm(x_BTD), folded(key, 0))
         x_BTD = x_BTD + mixed_BTD
-        x_BTD = x_BTD + self.ffn(self.ffn_norm(x_BTD))
+        x_BTD = x_BTD + self.ffn(self.ffn_norm(x_BTD), folded(key, 1))
         seen = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
         return x_BTD, Stats(
             **logit_stats, activation_max=jnp.abs(seen).max(), activation_rms=jnp.sqrt(jnp.mean(seen * seen))
@@ -53,24 +54,31 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(D, config.norm_eps)
         self.head_DZ = parameter(normal(rngs.params(), (D, Z), D), "head")
 
-    def __call__(self, tokens_BT: jax.Array, *, hidden: bool = False) -> Output:
-        """Next-token logits for `tokens_BT` (integers below the vocabulary size); see `Output`."""
+    def __call__(self, tokens_BT: jax.Array, *, hidden: bool = False, key: jax.Array | None = None) -> Output:
+        """Next-token logits for `tokens_BT` (integers below the vocabulary size); see `Output`.
+
+        `key`, a JAX random key, is needed where the config's precision rounds stochastically; `ReproError` without it.
+        """
         config = self.config
+        key = key if config.dots.stochastic else None
         dtype = jnp.dtype(config.compute_dtype)
         graphdef, layers = nnx.split(self.blocks)
 
-        def body(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, tuple[Stats, jax.Array | None]]:
-            x_BTD, stats = nnx.merge(graphdef, layer)(x_BTD)
+        def body(x_BTD: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, tuple[Stats, jax.Array | None]]:
+            x_BTD, stats = nnx.merge(graphdef, layer[0])(x_BTD, folded(key, layer[1]))
             return x_BTD, (stats, x_BTD if hidden else None)
 
-        embedded_BTD = self.embedding_ZD[...][tokens_BT].astype(dtype)
+        layers = layers, jnp.arange(1, config.layers + 1)
+        embedded_BTD = stored(self.embedding_ZD[...], config)[tokens_BT].astype(dtype)
         unroll = config.layers if config.layers <= _UNROLL_UP_TO else 1
         body = jax.checkpoint(body) if config.remat else body
         last_BTD, (stats, states_LBTD) = jax.lax.scan(body, embedded_BTD, layers, unroll=unroll)
         final_BTD = rms_norm(last_BTD, self.final_norm.gain[...], config.norm_eps)
-        logits_BTZ = jnp.einsum(
-            "btd,dz->btz", final_BTD, self.head_DZ[...].astype(dtype), preferred_element_type=jnp.float32
-        )
+        head_DZ = self.head_DZ[...]
+        if config.dots.policy("head") is None:
+            logits_BTZ = jnp.einsum("btd,dz->btz", final_BTD, head_DZ.astype(dtype), preferred_element_type=jnp.float32)
+        else:  # float32 logits, also from bfloat16 activations
+            logits_BTZ = linear(final_BTD.astype(jnp.float32), head_DZ, config, "head", folded(key, 0))
         states = jnp.concatenate([embedded_BTD[None], states_LBTD[:-1], final_BTD[None]]) if hidden else None
         return Output(logits_BTZ, jnp.zeros((), jnp.float32), stats, states)
 
@@ -83,8 +91,8 @@ def abstract(config: ModelConfig) -> Transformer:
 
 def init_and_apply(
     config: ModelConfig,
-) -> tuple[Callable[[jax.Array], dict[str, Any]], Callable[[dict[str, Any], jax.Array], Output]]:
-    """`init(key) -> params` and `apply(params, tokens_BT) -> Output` over plain nested dicts, for jit, vmap and scan.
+) -> tuple[Callable[[jax.Array], dict[str, Any]], Callable[..., Output]]:
+    """`init(key) -> params` and `apply(params, tokens_BT, **options) -> Output` (the options of a call) over plain nested dicts, for jit, vmap and scan.
 
     The module lives only at trace time, so both compose with every JAX transformation.
     """
@@ -95,10 +103,10 @@ def init_and_apply(
         with nnx.set_graph_mode(False):
             return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=key)))[1])
 
-    def apply(params: dict[str, Any], tokens_BT: jax.Array) -> Output:
+    def apply(params: dict[str, Any], tokens_BT: jax.Array, **options: Any) -> Output:
         with nnx.set_graph_mode(False):
             filled = jax.tree.map(lambda leaf: leaf, state)
             nnx.replace_by_pure_dict(filled, params)
-            return nnx.merge(graphdef, filled)(tokens_BT)
+            return nnx.merge(graphdef, filled)(tokens_BT, **options)
 
     return init, apply

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
+
+if TYPE_CHECKING:
+    from repro.train.step import Program
 
 NUMERIC = ("learning_rate", "weight_decay", "tau", "z_loss")
 """Settings that enter the compiled program as arguments; all others are part of its structure."""
@@ -18,7 +23,14 @@ SHAPE_FIELDS = ("model.layers", "model.width", "model.heads", "model.ffn", "leng
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One training run. Raises `ReproError` for settings that contradict each other."""
+    """One training run. Raises `ReproError` for settings that contradict each other.
+
+    An experiment with a task of its own derives a config from this one: further fields, `numeric` where some of them are
+    numbers, `program_class` with the program, and `ledger_rows` for what the ten ledgers should say besides.
+    """
+
+    numeric: ClassVar[tuple[str, ...]] = NUMERIC
+    """The fields that enter the compiled program as arguments."""
 
     model: ModelConfig = ModelConfig()
     length: int = 64
@@ -63,13 +75,29 @@ class TrainConfig:
                 "set tau to inf, or qk_norm to none and soft_cap to 0."
             )
 
-    def numbers(self) -> Numbers:
-        return Numbers(*(getattr(self, name) for name in NUMERIC))
+    def numbers(self) -> Any:
+        return self.numbers_type()(*(getattr(self, name) for name in self.numeric))
+
+    @classmethod
+    def numbers_type(cls) -> type:
+        """The named tuple of the numeric settings."""
+        return _numbers_type(cls.numeric)
 
     def structure(self) -> TrainConfig:
         """This config with its numbers set to their defaults: runs of equal structure share one compiled program."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{name: defaults[name] for name in NUMERIC})
+        return dataclasses.replace(self, **{name: defaults[name] for name in self.numeric})
+
+    @classmethod
+    def program_class(cls) -> type[Program]:
+        """What is trained."""
+        from repro.train.step import Program  # the program knows its config, not the other way round
+
+        return Program
+
+    def ledger_rows(self) -> dict[str, dict[str, str]]:
+        """Rows of the ledgers, `{"N2": {role: text}}`, beside and in place of those of every run."""
+        return {}
 
 
 class Numbers(NamedTuple):
@@ -81,6 +109,11 @@ class Numbers(NamedTuple):
     z_loss: Any
 
 
+@functools.cache
+def _numbers_type(names: tuple[str, ...]) -> type:
+    return Numbers if names == NUMERIC else collections.namedtuple("Numbers", names)
+
+
 def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
     """`config` with dotted fields replaced, such as `{"tau": 100.0, "model.qk_norm": "rms"}`.
 
@@ -88,7 +121,7 @@ def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
     """
     model = {name.removeprefix("model."): value for name, value in settings.items() if name.startswith("model.")}
     own = {name: value for name, value in settings.items() if not name.startswith("model.")}
-    for kind, names, prefix in ((TrainConfig, own, ""), (ModelConfig, model, "model.")):
+    for kind, names, prefix in ((type(config), own, ""), (type(config.model), model, "model.")):
         known = [f.name for f in dataclasses.fields(kind)]
         for name in names:
             if name not in known:

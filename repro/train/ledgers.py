@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from repro.models import ModelConfig
+from repro.quant import GemmPolicy
+from repro.quant.native import native_reason
+from repro.quant.precision import operand_words
 from repro.train.config import TrainConfig
 
 TITLES = {
@@ -31,7 +35,7 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
             "parameters": "float32", "activations": compute, "gradients": "float32", "optimizer state": "float32",
             "attention logits and loss": "float32",
         },
-        "N2": {"all tensors": "no quantisation scale"},
+        "N2": {"all other tensors": "no quantisation scale"},
         "N3": {"matrix products": compute, "softmax, norms, loss": "float32", "Newton-Schulz": "float32"},
         "N4": {"matrix products": "float32 accumulator, no promotion", "sums over a batch": "float32"},
         "N5": {
@@ -62,4 +66,40 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
         "N9": {"checkpoints": "whole state at chunk boundaries, newest kept", "skip, roll back": "not armed"},
         "N10": evidence,
     }  # fmt: skip
-    return {key: {"title": title, "rows": rows[key]} for key, title in TITLES.items()}
+    dots, own = _quantised(model), config.ledger_rows()
+    return {
+        key: {"title": title, "rows": dots.get(key, {}) | rows[key] | own.get(key, {})} for key, title in TITLES.items()
+    }
+
+
+def _quantised(model: ModelConfig) -> dict[str, dict[str, str]]:
+    """What the linear layers do, role by role, where a role follows a policy."""
+    rows: dict[str, dict[str, str]] = {key: {} for key in ("N1", "N2", "N3", "N4", "N5")}
+    for role, name in model.dots.roles().items():
+        policy = model.dots.policy(role)
+        if policy is None:
+            continue
+        products = {
+            "Fprop": (policy.fprop_x, policy.fprop_w),
+            "Dgrad": (policy.dgrad_dy, policy.dgrad_w),
+            "Wgrad": (policy.wgrad_x, policy.wgrad_dy),
+        }
+        if role == "embedding":
+            products = {"looked up": (policy.fprop_w,)}
+        rows["N1"][f"{role} operands"] = f"policy {name}"
+        for product, operands in products.items():
+            rows["N2"][f"{role}, {product}"] = " times ".join(map(operand_words, operands))
+        if role == "embedding":
+            continue
+        rows["N3"][role] = _where(policy)
+        rows["N4"][role] = "float32" if policy.accumulator is None else str(policy.accumulator)
+        kept = operand_words(policy.fprop_x if policy.cache_x == "fprop" else policy.cache_x)
+        rows["N5"][f"{role}, kept for backward"] = "x in the compute type" if policy.cache_x is None else kept
+    return rows
+
+
+def _where(policy: GemmPolicy) -> str:
+    if not policy.native:
+        return "emulated: operands rounded, product in float32" if policy.fprop_x != "bf16" else "bfloat16 units"
+    reason = native_reason(policy)
+    return "FP8 units" if reason is None else f"emulated: {reason}"

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from repro.data import Corpus
 from repro.errors import ReproError
 from repro.train.checkpoint import Checkpoints
-from repro.train.config import Numbers, TrainConfig
+from repro.train.config import TrainConfig
 from repro.train.mesh import Seats, batched, lane_mesh, over_lanes, place
-from repro.train.step import Metrics, Program, TrainState
+from repro.train.step import Metrics, TrainState
 
 # Steps per chunk. On a CPU, where lanes run one after another, short chunks cost nothing and show progress.
 _STEPS_BATCHED, _STEPS_ONE_BY_ONE = 50, 10
@@ -33,7 +33,7 @@ _STEPS_BATCHED, _STEPS_ONE_BY_ONE = 50, 10
 class Lane:
     """One run inside a job: its numbers and its seed (of initialisation and of data order)."""
 
-    numbers: Numbers
+    numbers: Any
     seed: int
 
 
@@ -75,7 +75,7 @@ class Compiled:
     numbers)` and `evaluate(counts, params, windows)`, all over seats. They are compiled in `pool`, each by itself."""
 
     def __init__(self, config: TrainConfig, seats: Seats, token_type: str, pool: Executor) -> None:
-        self.program = Program(config)
+        self.program = config.program_class()(config)
         self._config, self._token_type, self._mesh = config, token_type, seats.mesh
         over = functools.partial(over_lanes, mesh=seats.mesh)
         by_seat = NamedSharding(seats.mesh, P("seed"))
@@ -111,12 +111,14 @@ class Compiled:
     def _lowered(self, steps: int) -> jax.stages.Lowered:
         program, config = self.program, self._config
 
-        def chunk(state: TrainState, windows_SBT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
+        def chunk(state: TrainState, windows_SBT1: jax.Array, numbers: Any) -> tuple[TrainState, Metrics]:
             return jax.lax.scan(lambda s, window: program.step(s, window, numbers), state, windows_SBT1)
 
         windows = self._array((steps, config.batch_size, config.length + 1), self._token_type)
-        numbers = Numbers(*[self._array((), np.float32)] * len(Numbers._fields))
-        return jax.jit(self._over(chunk), donate_argnums=1).lower(self._counts, self._state, windows, numbers)
+        numbers = config.numbers_type()(*[self._array((), np.float32)] * len(config.numeric))
+        return jax.jit(self._over(chunk, carried=True), donate_argnums=1).lower(
+            self._counts, self._state, windows, numbers
+        )
 
     def chunk(self, steps: int) -> Callable[..., tuple[TrainState, Metrics]]:
         """The program of `steps` steps, compiled at its first use."""
@@ -226,7 +228,7 @@ def train(
     seats = Seats(len(lanes), mesh)
     programs = compiled(config, seats, corpus)
     numbers = seats.put(
-        Numbers(*(np.array(column, np.float32) for column in zip(*(n.numbers for n in lanes), strict=True)))
+        config.numbers_type()(*(np.array(c, np.float32) for c in zip(*(lane.numbers for lane in lanes), strict=True)))
     )
     seeds, seed_of = np.unique([lane.seed for lane in lanes], return_inverse=True)
     state = programs.init(seats.counts, seats.put(np.array([lane.seed for lane in lanes], np.uint32)))

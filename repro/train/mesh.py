@@ -59,9 +59,12 @@ class Seats:
         return jax.tree.map(lambda x: np.asarray(x)[self._seat_of], tree)
 
 
-def over_lanes(f: Callable[..., Any], mesh: jax.sharding.Mesh, *, shared: int = 0) -> Callable[..., Any]:
+def over_lanes(
+    f: Callable[..., Any], mesh: jax.sharding.Mesh, *, shared: int = 0, carried: bool = False
+) -> Callable[..., Any]:
     """`f` of one lane as a function `(counts, *args)` of all seats: every argument but the last `shared` ones gains a
-    leading seat axis, sharded over `seed`; so does every result. `counts` is `Seats.counts`.
+    leading seat axis, sharded over `seed`; so does every result. `counts` is `Seats.counts`. With `carried` f returns a
+    pair whose first part continues its first argument, and may take its memory.
 
     On an accelerator a device runs its lanes as one batch (`vmap`). A CPU device runs them one after another, and only
     the seats that are taken: at these sizes one lane fills its caches, and 24 lanes of size `xs` took 2.6 times as long
@@ -72,12 +75,17 @@ def over_lanes(f: Callable[..., Any], mesh: jax.sharding.Mesh, *, shared: int = 
         own, common = (args[:-shared], args[-shared:]) if shared else (args, ())
         if batched(mesh):
             return jax.vmap(lambda *lane: f(*lane, *common))(*own)
-        seat = lambda i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), own)
+        at = lambda tree, i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
         seats = jax.tree.leaves(own)[0].shape[0]
-        one = jax.eval_shape(lambda lane: f(*lane, *common), jax.eval_shape(seat, jnp.int32(0)))
+        one = jax.eval_shape(lambda lane: f(*lane, *common), jax.eval_shape(lambda: at(own, 0)))
         empty = jax.tree.map(lambda x: jnp.zeros((seats, *x.shape), x.dtype), one)
-        write = lambda out, i, new: jax.tree.map(lambda o, n: jax.lax.dynamic_update_index_in_dim(o, n, i, 0), out, new)
-        return jax.lax.fori_loop(0, count_1[0], lambda i, out: write(out, i, f(*seat(i), *common)), empty)
+
+        def lane(i: jax.Array, out: Any) -> Any:
+            # What is carried is read where it is written, so that the loop needs no second copy of all seats.
+            args = (at(out[0], i), *at(own[1:], i)) if carried else at(own, i)
+            return jax.tree.map(lambda o, n: jax.lax.dynamic_update_index_in_dim(o, n, i, 0), out, f(*args, *common))
+
+        return jax.lax.fori_loop(0, count_1[0], lane, (own[0], empty[1]) if carried else empty)
 
     def mapped(counts: jax.Array, *args: Any) -> Any:
         specs = tuple(P("seed") if i < len(args) - shared else P() for i in range(len(args)))

@@ -10,23 +10,14 @@ from repro.train.config import TrainConfig, at_size
 
 
 @dataclasses.dataclass(frozen=True)
-class Preset:
-    """Sizes, rates and seeds of a sweep, and the training settings that all its runs share."""
+class Sweep:
+    """Sizes and seeds of a sweep, and the training settings that all its runs share. A subclass adds what varies."""
 
     train: TrainConfig = TrainConfig()
     data: str = "kjv"
     """A corpus: kjv, mkv2, a path or text:GLOB, nanogpt:GLOB, llmc:GLOB."""
     sizes: tuple[str, ...] = ("xs",)
     """Model sizes at which every claim is judged; `custom` is the shape that `train` gives."""
-    trend_sizes: tuple[str, ...] = ()
-    """Sizes over which a trend is judged; those that are not among `sizes` run only what the trend needs."""
-    rates: tuple[float, ...] = (0.01, 0.0316, 0.1)
-    """The ladder of learning rates that arms share, ascending; the last is the stress rate."""
-    tuning_rates: tuple[float, ...] = (0.01, 0.01414, 0.02)
-    """Where the search for each arm's best rate starts; it goes on in steps of sqrt(2) while the best is at an end."""
-    tuning_limit: int = 9
-    """Most rates that the search may try per arm."""
-    tuning_seeds: tuple[int, ...] = (1000, 1001, 1002)
     test_seeds: tuple[int, ...] = tuple(range(8))
     lanes_per_device: int = 16
     """Most runs that share a device in one job."""
@@ -36,20 +27,48 @@ class Preset:
     """The hardware that this preset is made for."""
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "rates", "tuning_rates", "tuning_seeds", "test_seeds"):
+        for name in ("sizes", "test_seeds"):
             if not getattr(self, name):
                 raise ReproError(f"{name} is empty; give at least one value.")
+        if self.lanes_per_device < 1:
+            raise ReproError(f"lanes_per_device is {self.lanes_per_device}; it must be at least 1.")
+        for size in self.all_sizes():
+            self.config(size)
+
+    def all_sizes(self) -> tuple[str, ...]:
+        """Every size that something is trained at, once."""
+        return tuple(dict.fromkeys(self.sizes))
+
+    def config(self, size: str) -> TrainConfig:
+        """The shared training settings at one size."""
+        return self.train if size == "custom" else at_size(self.train, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset(Sweep):
+    """A sweep whose rates are searched for on tuning seeds, beside a ladder of rates that arms share."""
+
+    trend_sizes: tuple[str, ...] = ()
+    """Sizes over which a trend is judged; those that are not among `sizes` run only what the trend needs."""
+    rates: tuple[float, ...] = (0.01, 0.0316, 0.1)
+    """The ladder of learning rates that arms share, ascending; the last is the stress rate."""
+    tuning_rates: tuple[float, ...] = (0.01, 0.01414, 0.02)
+    """Where the search for each arm's best rate starts; it goes on in steps of sqrt(2) while the best is at an end."""
+    tuning_limit: int = 9
+    """Most rates that the search may try per arm."""
+    tuning_seeds: tuple[int, ...] = (1000, 1001, 1002)
+
+    def __post_init__(self) -> None:
+        for name in ("rates", "tuning_rates", "tuning_seeds"):
+            if not getattr(self, name):
+                raise ReproError(f"{name} is empty; give at least one value.")
+        super().__post_init__()
         for name in ("rates", "tuning_rates"):
             values = getattr(self, name)
             if list(values) != sorted(set(values)) or values[0] <= 0:
                 raise ReproError(f"{name} is {values}; rates must be positive, different and ascending.")
         if self.tuning_limit < len(self.tuning_rates):
             raise ReproError(f"tuning_limit {self.tuning_limit} is below the {len(self.tuning_rates)} tuning rates.")
-        if self.lanes_per_device < 1:
-            raise ReproError(f"lanes_per_device is {self.lanes_per_device}; it must be at least 1.")
-        for size in (*self.sizes, *self.trend_sizes):
-            self.config(size)
 
-    def config(self, size: str) -> TrainConfig:
-        """The shared training settings at one size."""
-        return self.train if size == "custom" else at_size(self.train, size)
+    def all_sizes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.sizes, *self.trend_sizes)))

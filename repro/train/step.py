@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from repro.models import Output, abstract, declarations, init_and_apply
 from repro.optim import adamw, from_declarations, muon, qk_clip
 from repro.train.config import Numbers, TrainConfig
 from repro.train.schedule import fraction
+from repro.train.summary import summarise
+
+if TYPE_CHECKING:
+    from repro.train.loop import JobResult
 
 Metrics = dict[str, jax.Array]
 
@@ -25,6 +31,7 @@ class TrainState:
     params: Any
     opt_state: Any
     step: jax.Array
+    seed: jax.Array
 
 
 def cross_entropy(logits_BTZ: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -35,10 +42,19 @@ def cross_entropy(logits_BTZ: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
     return jnp.mean(log_z_BT - chosen_BT), jnp.mean(log_z_BT**2)
 
 
+_NOISE = 0x6E6F6973
+"""Purpose of a key: noise of rounding, apart from initialisation, which uses the seed's own key."""
+
+
+def _noise(state: TrainState) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(state.seed), _NOISE), state.step)
+
+
 class Program:
     """The functions of one structure: `init(seed)`, `step(state, window_BT1, numbers)`, `evaluate(params, windows)`.
 
-    All are pure and written for a single run; the engine maps them over runs.
+    All are pure and written for a single run; the engine maps them over runs. A task of its own is a subclass with
+    these three and `scalars`; its metrics hold at least `loss` and `max_logit`.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -58,18 +74,21 @@ class Program:
     def init(self, seed: jax.Array) -> TrainState:
         params = self._init_params(jax.random.key(seed))
         opt_state = self.optimizer(Numbers(1.0, 0.0, jnp.inf, 0.0), 1.0).init(params)
-        return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32))
 
-    def loss(self, params: Any, window_BT1: jax.Array, z_loss: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Output]]:
-        """The training loss; beside it the plain cross entropy and the model's output."""
-        output = self.apply(params, window_BT1[:, :-1])
+    def loss(
+        self, params: Any, window_BT1: jax.Array, z_loss: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, tuple[jax.Array, Output]]:
+        """The training loss; beside it the plain cross entropy and the model's output. `key` is for noise."""
+        output = self.apply(params, window_BT1[:, :-1], key=key)
         ce, log_z_squared = cross_entropy(output.logits, window_BT1[:, 1:])
         return ce + z_loss * log_z_squared + output.aux_loss, (ce, output)
 
     def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
         """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
         window_BT1 = window_BT1.astype(jnp.int32)
-        grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss)
+        key = _noise(state) if self.config.model.dots.stochastic else None
+        grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss, key)
         tx = self.optimizer(numbers, fraction(self.config, state.step))
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -90,9 +109,15 @@ class Program:
             "update_norm": optax.tree.norm(updates),
             "head_logits": stats.max_logit,
         }
-        return TrainState(params, opt_state, state.step + 1), metrics
+        return TrainState(params, opt_state, state.step + 1, state.seed), metrics
 
     def evaluate(self, params: Any, windows_NT1: jax.Array) -> Metrics:
         """Cross entropy and largest logit over fixed windows."""
-        _, (ce, output) = self.loss(params, windows_NT1.astype(jnp.int32), 0.0)
+        # Where a forward pass has noise, the same for every run: a comparison of runs should not contain it.
+        _, (ce, output) = self.loss(params, windows_NT1.astype(jnp.int32), 0.0, jax.random.key(0))
         return {"loss": ce, "eval_max_logit": output.stats.max_logit.max()}
+
+    @staticmethod
+    def scalars(result: JobResult, configs: Sequence[TrainConfig]) -> list[dict[str, float]]:
+        """One dict of scalars per lane, which criteria read; see `summarise`."""
+        return summarise(result, np.array([config.tau for config in configs]))

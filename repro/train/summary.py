@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from repro.train.loop import JobResult
+if TYPE_CHECKING:
+    from repro.train.loop import JobResult
 
 
 def tail(steps: int) -> int:

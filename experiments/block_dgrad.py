@@ -1,0 +1,722 @@
+"""Does quantising the input of Dgrad in 128x128 blocks fail where 1x128 tiles do not (DeepSeek-V3, appendix B.2)?
+
+Written before the first run: the claims, their rules and controls, the arms and the doses.
+
+What is quantised. Only dY in dX = Q(dY) W^T, of all linear layers inside the blocks of the decoder; forward pass, Wgrad,
+embedding, head, norms and attention are exact. So an arm differs from another in nothing but the scale that a token's
+gradient shares: with its own 128 channels (tile), or with 128 tokens (block).
+
+The amplifier, declared. Token imbalance inside a group of 128 tokens is put there by hand: rows of text alternate with
+rows of a second domain (a deterministic sequence on 16 ids of its own) whose loss has the weight w. Each domain has an
+expert and a softmax of its own, so what a domain learns in the layers reaches it only through Dgrad. At w = 1 nothing is
+amplified, and the same question is put there, in plain text, in deep models and on a memorised text.
+
+Rates. One fixed rate for every arm (3e-3), the same seeds and batches: the estimand is the effect of Q alone.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from repro.claims import (
+    All, Arm, AtLeast, Cell, Claim, Control, Experiment, Greater, NonInferior, Run, Within, swapped,
+)  # fmt: skip
+from repro.errors import ReproError
+from repro.models import ModelConfig, rope
+from repro.optim import adamw
+from repro.quant import FORMATS, POLICIES, fake_quantize
+from repro.quant.bits import INFINITY, from_bits, magnitude
+from repro.report import Curve, Dose, Effects
+from repro.train import NUMERIC, JobResult, Program, TrainConfig, TrainState
+from repro.train.preset import Sweep
+from repro.train.schedule import fraction
+
+GROUP = 128
+TEXT, QUIET = 256, 16
+"""Ids of the text (bytes) and of the quiet domain."""
+
+Order = Literal["token", "prescaled", "by_domain", "by_magnitude", "after_dispatch"]
+FORMATS_TRIED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+
+
+# --- What is trained -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DgradConfig(TrainConfig):
+    """A decoder with one expert and one softmax per domain, and a quantised Dgrad input. Only AdamW, without QK-Clip."""
+
+    numeric: ClassVar[tuple[str, ...]] = (*NUMERIC, "quiet_weight")
+
+    model: ModelConfig = ModelConfig(vocab_size=TEXT + QUIET, layers=2, width=32, heads=2, ffn=64)
+    length: int = 64
+    batch_size: int = 4
+    steps: int = 1200
+    optimizer: Literal["adamw"] = "adamw"
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    eps: float = 1e-18
+    """Adam's epsilon, far below the gradients of the quiet domain."""
+    domains: int = 2
+    """2: odd rows are of the quiet domain. 1: text alone."""
+    element: str = "none"
+    """Format of dY, or none."""
+    granularity: Literal["tile", "block"] = "tile"
+    order: Order = "token"
+    """How tokens stand when dY is quantised: as they come, each scaled by a power of two of its own, sorted by domain or
+    by magnitude, or (for the experts' down-projection alone) sorted by domain, as after dispatch."""
+    quiet_weight: float = 1.0
+    gradient_errors: bool = False
+    """Compare, after training, the gradients of tiles and blocks with the exact ones, layer by layer (E2M1 and E4M3)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.element != "none" and self.element not in FORMATS_TRIED:
+            raise ReproError(
+                f"train.element is {self.element!r}; it must be none or one of {', '.join(FORMATS_TRIED)}."
+            )
+        if self.domains not in (1, 2) or self.batch_size % self.domains:
+            raise ReproError(f"train.domains is {self.domains}; it must be 1 or 2, and divide the batch size.")
+        if self.batch_size * self.length % (GROUP * self.domains):
+            raise ReproError(
+                f"train.batch_size times train.length must be a multiple of {GROUP * self.domains} tokens."
+            )
+        if not 0 < self.quiet_weight < math.inf:
+            raise ReproError(f"train.quiet_weight is {self.quiet_weight}; it must be positive.")
+        plain = ModelConfig(
+            vocab_size=TEXT + QUIET, layers=self.model.layers, width=self.model.width, heads=self.model.heads,
+            ffn=self.model.ffn, rope_theta=self.model.rope_theta, norm_eps=self.model.norm_eps,
+        )  # fmt: skip
+        if self.model != plain or self.optimizer != "adamw" or math.isfinite(self.tau) or self.z_loss:
+            raise ReproError("This experiment has a decoder of its own: AdamW, float32, no QK norm, clip or z-loss.")
+
+    @classmethod
+    def program_class(cls) -> type[Program]:
+        return DgradProgram
+
+    def dgrad(self) -> "Dgrad":
+        return Dgrad(self.element, self.granularity, self.order, self.domains, self.length)
+
+    def ledger_rows(self) -> dict[str, dict[str, str]]:
+        blocks = {"tile": "1x128", "block": "128x128"}[self.granularity]
+        scale = (
+            "no quantisation scale" if self.element == "none" else f"amax / max, float32, per {blocks}, {self.order}"
+        )
+        return {
+            "N1": {"dY of Dgrad in the blocks": "float32" if self.element == "none" else self.element.upper()},
+            "N2": {"all tensors": "no quantisation scale", "dY of Dgrad in the blocks": scale},
+            "N6": {"loss": f"weight {self.quiet_weight:g} on the quiet domain" if self.domains == 2 else "unweighted"},
+            "N7": {
+                "experts": f"{self.domains} per layer, chosen by domain; a softmax for each domain; gains fixed at 1"
+            },
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Dgrad:
+    """How dY [tokens, channels] is quantised: `__call__(dy, dispatched)`, with `dispatched` for what an expert sees."""
+
+    element: str
+    granularity: str
+    order: Order
+    domains: int
+    length: int
+
+    def __call__(self, dy: jax.Array, dispatched: bool) -> jax.Array:
+        if self.element == "none":
+            return dy
+        recipe = POLICIES[f"dgrad_{self.element}_{self.granularity}"].dgrad_dy
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        amax_T = magnitude(dy_TN).max(1)
+        if self.order == "prescaled":
+            # 2^floor(log2 amax) of each token: dividing and multiplying by it is exact.
+            power_T1 = from_bits(jnp.clip(amax_T & INFINITY, 1 << 23, 253 << 23))[:, None]
+            return (fake_quantize(dy_TN / power_T1, recipe) * power_T1).reshape(dy.shape)
+        domain_T = np.arange(dy_TN.shape[0]) // self.length % self.domains
+        by_domain = dispatched or self.order == "by_domain"
+        if self.order == "by_magnitude":
+            sort = jnp.lexsort((amax_T, domain_T)) if dispatched else jnp.argsort(amax_T)
+        elif by_domain:
+            sort = np.argsort(domain_T, kind="stable")
+        else:
+            return fake_quantize(dy_TN, recipe).reshape(dy.shape)
+        quantised = fake_quantize(dy_TN[sort], recipe)
+        return jnp.zeros_like(dy_TN).at[sort].set(quantised).reshape(dy.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def product(equation: str, dgrad: Dgrad, dispatched: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    """einsum(equation, x, w), whose gradient of x comes from the quantised dY and that of w from the exact one."""
+    return jnp.einsum(equation, x, w)
+
+
+def _forward(equation, dgrad, dispatched, x, w):
+    return jnp.einsum(equation, x, w), (x, w)
+
+
+def _backward(equation, dgrad, dispatched, saved, dy):
+    x, w = saved
+    inputs, _, output = equation.replace("->", ",").split(",")
+    tokens = sum(letter in inputs for letter in output)
+    rounded = dgrad(dy.reshape(*dy.shape[:tokens], -1), dispatched).reshape(dy.shape)
+    (dx,) = jax.vjp(lambda x: jnp.einsum(equation, x, w), x)[1](rounded)
+    (dw,) = jax.vjp(lambda w: jnp.einsum(equation, x, w), w)[1](dy)
+    return dx, dw
+
+
+product.defvjp(_forward, _backward)
+
+
+def rms_norm(x: jax.Array, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+
+
+@functools.cache
+def quiet_sequences(length: int) -> np.ndarray:
+    """x[t+1] = P[x[t]][x[t-1]] from every pair of starting ids, with P 16 fixed permutations: [256, length]."""
+    table = np.stack([np.random.default_rng(7 + i).permutation(QUIET) for i in range(QUIET)])
+    x = np.empty((QUIET * QUIET, length), np.int32)
+    x[:, 0], x[:, 1] = np.divmod(np.arange(QUIET * QUIET), QUIET)
+    for t in range(2, length):
+        x[:, t] = table[x[:, t - 1], x[:, t - 2]]
+    return x + TEXT
+
+
+class DgradProgram(Program):
+    """The decoder of `DgradConfig` as pure functions; see `repro.train.Program` for what the engine asks of it."""
+
+    def __init__(self, config: DgradConfig) -> None:
+        self.config = config.structure()
+
+    def init(self, seed: jax.Array) -> TrainState:
+        m, E = self.config.model, self.config.domains
+        L, D, H, K, F, Z = m.layers, m.width, m.heads, m.head_size, m.ffn, m.vocab_size
+        small = (2 * L) ** -0.5
+        shapes = {
+            "embedding_ZD": ((Z, D), 1.0), "head_DZ": ((D, Z), D**-0.5),
+            "q_LDHK": ((L, D, H, K), D**-0.5), "k_LDHK": ((L, D, H, K), D**-0.5), "v_LDHV": ((L, D, H, K), D**-0.5),
+            "o_LHVD": ((L, H, K, D), small * D**-0.5), "gate_LEDF": ((L, E, D, F), D**-0.5),
+            "up_LEDF": ((L, E, D, F), D**-0.5), "down_LEFD": ((L, E, F, D), small * F**-0.5),
+        }  # fmt: skip
+        keys = jax.random.split(jax.random.key(seed), len(shapes))
+        params = {
+            name: jax.random.normal(key, shape) * scale
+            for key, (name, (shape, scale)) in zip(keys, shapes.items(), strict=True)
+        }
+        zero = self.config.numbers_type()(*[0.0] * len(self.config.numeric))
+        return TrainState(
+            params, self.optimizer(zero, 1.0).init(params), jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32)
+        )
+
+    def optimizer(self, numbers: Any, part: Any):
+        return adamw(numbers.learning_rate * part, weight_decay=numbers.weight_decay, eps=self.config.eps)
+
+    def windows(self, window_BT1: jax.Array) -> jax.Array:
+        """The batch with its odd rows replaced by quiet sequences, whose start is a function of the text they replace."""
+        if self.config.domains == 1:
+            return window_BT1
+        start_B = (window_BT1 * (2 * np.arange(window_BT1.shape[1]) + 1)).sum(1) % (QUIET * QUIET)
+        quiet_BT1 = jnp.asarray(quiet_sequences(window_BT1.shape[1]))[start_B]
+        odd_B1 = np.arange(window_BT1.shape[0])[:, None] % 2 == 1
+        return jnp.where(odd_B1, quiet_BT1, window_BT1)
+
+    def losses(self, params: Any, window_BT1: jax.Array, probe_LBTD: jax.Array | float, dgrad: Dgrad):
+        """Cross entropy per token [B, T] in nats, and the largest attention logit. `probe_LBTD` is added to the output of
+        each feed-forward block: at zero, its gradient is the dY of that layer's down-projection."""
+        m, E, L = self.config.model, self.config.domains, self.config.model.layers
+        tokens_BT, targets_BT = window_BT1[:, :-1], window_BT1[:, 1:]
+        B, T = tokens_BT.shape
+        mask_TS = np.tril(np.ones((T, T), bool))
+        linear = lambda equation, x, w, dispatched=False: product(equation, dgrad, dispatched, x, w)
+
+        def block(x_BTD, layer):
+            w, probe_BTD = layer
+            n_BTD = rms_norm(x_BTD, m.norm_eps)
+            q, k, v = (linear("btd,dhk->bthk", n_BTD, w[n]) for n in ("q_LDHK", "k_LDHK", "v_LDHV"))
+            logits = jnp.einsum("bthk,bshk->bhts", rope(q, m.rope_theta), rope(k, m.rope_theta)) * m.head_size**-0.5
+            logits = jnp.where(mask_TS, logits, jnp.finfo(jnp.float32).min)
+            mixed = jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(logits, -1), v)
+            x_BTD = x_BTD + linear("bthv,hvd->btd", mixed, w["o_LHVD"])
+            # Row b belongs to domain b mod E, so the experts' rows are an axis.
+            n_AETD = rms_norm(x_BTD, m.norm_eps).reshape(B // E, E, T, -1)
+            gate, up = (linear("aetd,edf->aetf", n_AETD, w[n], True) for n in ("gate_LEDF", "up_LEDF"))
+            after = dgrad.order == "after_dispatch"
+            down = linear("aetf,efd->aetd", jax.nn.silu(gate) * up, w["down_LEFD"], after)
+            return x_BTD + down.reshape(x_BTD.shape) + probe_BTD, logits.max()
+
+        layers = {n: w for n, w in params.items() if "_L" in n}
+        probe = jnp.broadcast_to(probe_LBTD, (L, B, T, m.width))
+        x_BTD, top_L = jax.lax.scan(
+            block, params["embedding_ZD"][tokens_BT], (layers, probe), unroll=L if L <= 4 else 1
+        )
+        logits_BTZ = rms_norm(x_BTD, m.norm_eps) @ params["head_DZ"]
+        own_Z, own_B11 = np.arange(m.vocab_size) >= TEXT, (np.arange(B) % 2 == 1)[:, None, None] & (E == 2)
+        logits_BTZ = jnp.where(own_Z == own_B11, logits_BTZ, jnp.finfo(jnp.float32).min)
+        chosen_BT = jnp.take_along_axis(logits_BTZ, targets_BT[..., None], -1)[..., 0]
+        return jax.nn.logsumexp(logits_BTZ, -1) - chosen_BT, top_L.max()
+
+    def parts(self, ce_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean cross entropy of the text and of the quiet domain, whose first target nothing can predict."""
+        if self.config.domains == 1:
+            return ce_BT.mean(), jnp.zeros(())
+        return ce_BT[::2].mean(), ce_BT[1::2, 1:].mean()
+
+    def objective(self, params, probe, window_BT1, quiet_weight, dgrad):
+        ce_BT, top = self.losses(params, window_BT1, probe, dgrad)
+        quiet_BT = np.zeros(ce_BT.shape, bool)
+        unpredictable_BT = np.zeros(ce_BT.shape, bool)
+        if self.config.domains == 2:
+            quiet_BT[1::2], unpredictable_BT[1::2, 0] = True, True
+        weight_BT = jnp.where(unpredictable_BT, 0.0, jnp.where(quiet_BT, quiet_weight, 1.0))
+        return (weight_BT * ce_BT).mean(), (ce_BT, top)
+
+    def step(self, state: TrainState, window_BT1: jax.Array, numbers: Any):
+        config = self.config
+        window_BT1 = self.windows(window_BT1.astype(jnp.int32))
+        probe = jnp.zeros((config.model.layers, config.batch_size, config.length, config.model.width))
+        (grads, dy_LBTD), (ce_BT, top) = jax.grad(self.objective, (0, 1), has_aux=True)(
+            state.params, probe, window_BT1, numbers.quiet_weight, config.dgrad()
+        )
+        tx = self.optimizer(numbers, fraction(config, state.step))
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(jnp.add, state.params, updates)
+        text, quiet = self.parts(ce_BT)
+        range_L, spread_L = token_range(dy_LBTD)
+        metrics = {
+            "loss": text, "quiet_loss": quiet, "max_logit": top, "token_range": range_L.max(),
+            "token_range_first": range_L[0], "token_range_last": range_L[-1], "token_spread": spread_L.max(),
+        }  # fmt: skip
+        return TrainState(params, opt_state, state.step + 1, state.seed), metrics
+
+    def evaluate(self, params: Any, windows_NT1: jax.Array):
+        windows_NT1 = self.windows(windows_NT1.astype(jnp.int32))
+        exact = dataclasses.replace(self.config.dgrad(), element="none")
+        ce_NT, _ = self.losses(params, windows_NT1, 0.0, exact)
+        text, quiet = self.parts(ce_NT)
+        found = {"loss": text, "quiet_loss": quiet}
+        if self.config.gradient_errors:
+            found |= self.gradient_errors(params, windows_NT1)
+        return found
+
+    def gradient_errors(self, params: Any, windows_NT1: jax.Array) -> dict[str, jax.Array]:
+        """Relative error of the gradient of the gate matrices against the exact one, at the first and last layer."""
+        gradient = lambda dgrad: jax.grad(self.objective, has_aux=True)(params, 0.0, windows_NT1, 1.0, dgrad)[0][
+            "gate_LEDF"
+        ]
+        base = self.config.dgrad()
+        exact = gradient(dataclasses.replace(base, element="none"))
+        found = {}
+        for element in ("e4m3", "e2m1"):
+            for granularity in ("tile", "block"):
+                ours = gradient(dataclasses.replace(base, element=element, granularity=granularity, order="token"))
+                error_L = jnp.sqrt(((ours - exact) ** 2).sum((1, 2, 3)) / (exact**2).sum((1, 2, 3)))
+                found |= {
+                    f"error_{element}_{granularity}_{where}": error_L[i] for where, i in (("first", 0), ("last", -1))
+                }
+        return found
+
+    @staticmethod
+    def scalars(result: JobResult, configs: list[TrainConfig]) -> list[dict[str, float]]:
+        """loss, quiet_loss: held-out cross entropy at the end; train_loss: text, last tenth of the steps; token_range:
+        octaves between the loudest and the quietest token of a group of 128, largest layer, last tenth (largest and, as
+        token_spread, median over tokens); token_range_start: the same in the first ten steps."""
+        curves, end = result.curves, max(1, len(result.curves["loss"]) // 10)
+        rows = []
+        for lane in range(len(configs)):
+            own = {name: values[:, lane].astype(np.float64) for name, values in curves.items()}
+            row = {name: float(values[lane]) for name, values in result.final.items()}
+            row |= {
+                "train_loss": own["loss"][-end:].mean(),
+                "token_range": own["token_range"][-end:].mean(),
+                "token_range_first": own["token_range_first"][-end:].mean(),
+                "token_range_last": own["token_range_last"][-end:].mean(),
+                "token_spread": own["token_spread"][-end:].mean(),
+                "token_range_start": own["token_range"][:10].mean(),
+            }
+            rows.append({name: value if np.isfinite(value) else np.inf for name, value in row.items()})
+        return rows
+
+
+def token_range(dy_LBTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Octaves between the largest amax of a token in a group of 128 and those of its tokens: [L] largest and median."""
+    amax_LGT = jnp.abs(dy_LBTD).max(-1).reshape(dy_LBTD.shape[0], -1, GROUP)
+    octaves_LGT = jnp.log2(amax_LGT.max(-1, keepdims=True)) - jnp.log2(jnp.maximum(amax_LGT, 1e-37))
+    return octaves_LGT.max((1, 2)), jnp.median(octaves_LGT.reshape(dy_LBTD.shape[0], -1), 1)
+
+
+# --- What is claimed -------------------------------------------------------------------------------------------------
+
+V3 = "DeepSeek-V3 (arXiv 2412.19437)"
+REPORTED = (
+    "Diverges with 128x128 blocks for all tensors of Dgrad, where 1x128 tiles train; cause offered as a hypothesis."
+)
+PAPER = "The paper: a mixture of experts of about 16B parameters, around 300B tokens."
+SMALL = "A decoder of 39k parameters, 256 tokens per step, 1200 steps, one rate."
+DECLARED = 2.0**-18
+# Between half and one octave above the weight at which a format flushes the quiet domain to zero.
+DECLARED_OTHERS = {"e3m2": 2.0**-9, "e2m3": 2.0**-6, "e2m1": 2.0**-4}
+REORDERED = ("block_prescaled", "block_by_domain", "block_by_magnitude")
+
+ARMS = (
+    Arm("none", "exact", {"element": "none"}),
+    *(
+        Arm(f"{element}_{kind}", f"{element.upper()} {kind}", {"element": element, "granularity": kind})
+        for element in ("e4m3", "e3m2", "e2m3", "e2m1") for kind in ("tile", "block")
+    ),
+    *(
+        Arm(f"block_{order}", f"E4M3 block, {words}", {"element": "e4m3", "granularity": "block", "order": order})
+        for order, words in (
+            ("prescaled", "each token scaled"), ("by_domain", "tokens by domain"),
+            ("by_magnitude", "tokens by magnitude"), ("after_dispatch", "down after dispatch"),
+        )
+    ),
+)  # fmt: skip
+
+
+def weight_name(weight: float) -> str:
+    """The point of a weight, which is a power of two: "2^-18"."""
+    return f"2^{round(math.log2(weight))}"
+
+
+def _at(arm: str, weight: float) -> str:
+    return f"{arm}@{weight_name(weight)}"
+
+
+def _claim(variant: str, statement: str, criterion, control: Control, tier: str = "D", boundary: str = SMALL) -> Claim:
+    return Claim(
+        id="V3-2", variant=variant, family=V3, tier=tier, source=f"{V3}, appendix B.2", statement=statement,
+        reported=REPORTED, boundary=f"{boundary} {PAPER}", criterion=criterion, control=control,
+    )  # fmt: skip
+
+
+def _mechanism_rule(arm: str):
+    return All((
+        Within("tile_worst", arm, 0.0, 0.04), Within("at_2^12", arm, 0.0, 0.04),
+        Within("at_2^16", arm, 0.15, math.inf), Within("at_2^18", arm, 0.5, math.inf),
+    ))  # fmt: skip
+
+
+_ONE_GROUP = "One group of 128 Gaussian tokens of 128 channels, one of them R times louder. Says nothing of training."
+MECHANISM = (
+    _claim(
+        "mechanism, E4M3",
+        "The relative error of quiet tokens stays below 4 % with tiles at every scale ratio R up to 2^24; with blocks it "
+        "does so at 2^12, exceeds 15 % at 2^16 and 50 % at 2^18.",
+        _mechanism_rule("mechanism"), Control("tiles in place of blocks", _mechanism_rule("mechanism_of_tiles")),
+        tier="M", boundary=_ONE_GROUP,
+    ),
+    _claim(
+        "knee, five formats",
+        "The ratio R at which a block's error is twice that of a tile is the range of the format's normal numbers times "
+        "1.18 over the crest factor of the loud token, to an octave, for E4M3, E5M2, E3M2, E2M3 and E2M1.",
+        All(tuple(Within(element, "knee", -1.0, 1.0) for element in FORMATS_TRIED)),
+        Control(
+            "the range taken as the largest number alone",
+            All(tuple(Within(element, "knee_of_max", -1.0, 1.0) for element in FORMATS_TRIED)),
+        ),
+        tier="M", boundary=_ONE_GROUP,
+    ),
+)  # fmt: skip
+
+
+def _declared() -> tuple[Claim, ...]:
+    block, tile, exact = (_at(arm, DECLARED) for arm in ("e4m3_block", "e4m3_tile", "none"))
+    amplified = f"{SMALL} Amplified: loss weight 2^-18 on one of two domains."
+    harm = lambda arm: Greater("quiet_loss", arm, tile, log=False, smallest=1.0)
+    safe = lambda arm: NonInferior("quiet_loss", arm, exact, margin=0.05)
+    return (
+        _claim(
+            "declared imbalance, E4M3", "Under declared imbalance blocks leave the quiet domain at least 1 nat behind tiles.",
+            harm(block), Control("blocks with each token scaled by a power of two", harm(_at("block_prescaled", DECLARED))),
+            boundary=amplified,
+        ),
+        _claim(
+            "tiles under declared imbalance", "Under the same imbalance tiles cost the quiet domain less than 0.05 nats.",
+            safe(tile), Control("blocks", safe(block)), boundary=amplified,
+        ),
+        _claim(
+            "cause", "Blocks cost the quiet domain less than 0.05 nats once a group holds tokens of one magnitude: by a "
+            "scale per token, by sorting tokens by domain, and by sorting them by magnitude.",
+            All(tuple(safe(_at(arm, DECLARED)) for arm in REORDERED)), Control("blocks in token order", safe(block)),
+            boundary=amplified,
+        ),
+        _claim(
+            "dispatch alone", "Sorting tokens by domain in the experts alone is not enough: attention's Dgrad still costs "
+            "the quiet domain at least 0.05 nats.",
+            Greater("quiet_loss", _at("block_after_dispatch", DECLARED), exact, log=False, smallest=0.05),
+            Control("sorted by domain everywhere",
+                    Greater("quiet_loss", _at("block_by_domain", DECLARED), exact, log=False, smallest=0.05)),
+            boundary=amplified,
+        ),
+    )  # fmt: skip
+
+
+def _others() -> Claim:
+    rule = lambda weights: All(tuple(
+        Greater("quiet_loss", _at(f"{e}_block", w), _at(f"{e}_tile", w), log=False, smallest=1.0)
+        for e, w in weights.items()
+    ))  # fmt: skip
+    return _claim(
+        "declared imbalance, narrower formats",
+        "Blocks leave the quiet domain at least 1 nat behind tiles in E3M2, E2M3 and E2M1 too, at a weight half to one "
+        "octave above the one that each format flushes to zero.",
+        rule(DECLARED_OTHERS),
+        Control("weight 1", rule(dict.fromkeys(DECLARED_OTHERS, 1.0))),
+        boundary=f"{SMALL} Amplified: loss weight 2^-9, 2^-6 or 2^-4 on one of two domains.",
+    )
+
+
+def _natural(where: str, boundary: str, metric: str, smallest: float) -> Claim:
+    rule = Greater(metric, _at("e4m3_block", 1.0), _at("e4m3_tile", 1.0), log=False, smallest=smallest)
+    return _claim(
+        f"{where}, E4M3", f"{where.capitalize()}, without any weight, E4M3 blocks cost at least {smallest:g} nats of text "
+        "loss more than tiles.", rule, Control("arms exchanged", swapped(rule)), boundary=boundary,
+    )  # fmt: skip
+
+
+def _analogue(where: str, boundary: str, smallest: float) -> Claim:
+    rule = lambda e: Greater("loss", _at(f"{e}_block", 1.0), _at(f"{e}_tile", 1.0), log=False, smallest=smallest)
+    return _claim(
+        f"{where}, E2M1", f"{where.capitalize()}, without any weight, E2M1 blocks cost at least {smallest:g} nats of text "
+        "loss more than tiles (E2M1 stands for E4M3 at a larger model's imbalance: a scaled analogue).",
+        rule("e2m1"), Control("E4M3", rule("e4m3")), boundary=boundary,
+    )  # fmt: skip
+
+
+def _reaches(where: str, boundary: str) -> Claim:
+    return _claim(
+        f"imbalance {where}", "Inside groups of 128 tokens the gradients of an exactly trained model spread over at least "
+        "14 octaves by the end of training, where E4M3 blocks begin to fail.",
+        _spread("none"), Control("the first ten steps", _spread("start")), boundary=boundary,
+    )  # fmt: skip
+
+
+def _spread(arm: str):
+    return AtLeast("token_range", _at(arm, 1.0) if arm == "none" else arm, 14.0)
+
+
+def _growth() -> Claim:
+    more = Greater("growth", "growth_block", "growth_tile")
+    return _claim(
+        "error over depth", "The relative error of gradients grows from the last to the first of 16 layers under E2M1 "
+        "blocks, and by a larger factor than under tiles.",
+        All((AtLeast("growth", "growth_block", 1.0, log=True), more)), Control("arms exchanged", swapped(more)),
+        boundary="The exactly trained 16-layer decoder; gate matrices, held-out text.",
+    )  # fmt: skip
+
+
+def claims(preset: "DgradPreset") -> tuple[Claim, ...]:
+    if preset.question == "declared":
+        where = "two domains at equal weight"
+        return (
+            *MECHANISM,
+            *_declared(),
+            _others(),
+            _natural(where, SMALL, "loss", 0.01),
+            _analogue(where, SMALL, 0.05),
+        )
+    layers, steps = preset.train.model.layers, preset.train.steps
+    about = f"Plain text, {layers} layers, 256 tokens per step, {steps} steps, one rate."
+    if preset.question == "deep":
+        where = f"plain text, {layers} layers"
+        return (
+            _natural(where, about, "loss", 0.01),
+            _analogue(where, about, 0.005),
+            _reaches("in depth", about),
+            _growth(),
+        )
+    about = f"The first bytes of the corpus ({preset.data}) learned by heart, {layers} layers, {steps} steps, one rate."
+    return (_natural("memorised text", about, "train_loss", 0.01), _reaches("on memorised text", about))
+
+
+# --- What is run -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class DgradPreset(Sweep):
+    """The sweep of this experiment."""
+
+    train: DgradConfig = DgradConfig()
+    sizes: tuple[str, ...] = ("custom",)
+    question: Literal["declared", "deep", "memorised"] = "declared"
+    """Which claims: two domains with declared imbalance; a deep decoder on plain text; a text learned by heart."""
+    weights: tuple[float, ...] = tuple(2.0**-k for k in (0, 10, 12, 14, 16, 17, 18, 20))
+    """Loss weights of the quiet domain (powers of two) for exact, tile and block; 1 and 2^-18 must be among them."""
+    octaves: int = 32
+    """The mechanism is measured at scale ratios up to 2 to this power, in half octaves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.question == "declared" and not {1.0, DECLARED} <= set(self.weights):
+            raise ReproError("weights must hold 1 and 2^-18, which claims are judged at.")
+        if any(not 0 < w <= 1 or math.frexp(w)[0] != 0.5 for w in self.weights):
+            raise ReproError(f"weights is {self.weights}; they must be powers of two up to 1.")
+        if self.octaves < 32:
+            raise ReproError(f"octaves is {self.octaves}; the knee of E5M2 needs at least 32.")
+        if (self.question == "declared") != (self.train.domains == 2):
+            raise ReproError("train.domains must be 2 for the question of declared imbalance, and 1 for the others.")
+
+
+def plan(preset: DgradPreset):
+    cells: list[Cell] = []
+
+    def test(arm: str, weight: float = 1.0) -> None:
+        settings = {"quiet_weight": weight}
+        cells.append(
+            Cell(
+                arm,
+                preset.sizes[0],
+                preset.train.learning_rate,
+                weight_name(weight),
+                "test",
+                preset.test_seeds,
+                settings,
+            )
+        )
+
+    if preset.question == "declared":
+        for weight in preset.weights:
+            for arm in ("none", "e4m3_tile", "e4m3_block"):
+                test(arm, weight)
+        for arm in (*REORDERED, "block_after_dispatch"):
+            test(arm, DECLARED)
+        for element, weight in DECLARED_OTHERS.items():
+            for kind in ("tile", "block"):
+                test(f"{element}_{kind}", weight)
+                test(f"{element}_{kind}")
+    else:
+        elements = ("e4m3", "e2m1") if preset.question == "deep" else ("e4m3",)
+        for arm in ("none", *(f"{e}_{kind}" for e in elements for kind in ("tile", "block"))):
+            test(arm)
+    yield cells
+
+
+def quiet_error(ratio: jax.Array, element: str, granularity: str) -> jax.Array:
+    """Relative L2 error of the 127 quiet tokens of a group beside one that is `ratio` times louder."""
+    x_TN = one_group()
+    x_TN = x_TN.at[0].multiply(ratio)
+    recipe = POLICIES[f"dgrad_{element}_{granularity}"].dgrad_dy
+    quiet = x_TN[1:]
+    return jnp.sqrt(((fake_quantize(x_TN, recipe)[1:] - quiet) ** 2).sum() / (quiet**2).sum())
+
+
+def one_group() -> jax.Array:
+    """128 Gaussian tokens of 128 channels."""
+    return jax.random.normal(jax.random.key(0), (GROUP, GROUP), jnp.float32)
+
+
+def predicted_knee(element: str, *, of_max: bool = False) -> float:
+    """log2 of the ratio at which a block's error is twice a tile's.
+
+    Rounding has the relative error e = 2^-m / sqrt(12 * 2.164) while values are normal (the mean of 4^floor(log2 x) over
+    that of x^2 is 1 / 2.164 for a mantissa that is uniform in its logarithm), and the absolute error u / sqrt(12), u the
+    smallest subnormal, below. Their squares add to (2 e)^2 where the quiet tokens' RMS, in units of the scale, is
+    u / (6 e). It is max / (R c), with c the loud token's amax over its RMS. So R = 6 e max / (u c), and as
+    u = 2^-m min_normal, R = 1.18 (max / min_normal) / c. `of_max` leaves out min_normal: a wrong formula, for the control.
+    """
+    fmt = FORMATS[element]
+    crest = float(jnp.abs(one_group()[0]).max() / jnp.sqrt((one_group() ** 2).mean()))
+    return math.log2(6 / math.sqrt(12 * 2.164) * fmt.max / (1.0 if of_max else fmt.min_normal) / crest)
+
+
+def measured_knee(ratios: np.ndarray, errors: np.ndarray, tile: float) -> float:
+    """log2 of the first ratio at which `errors` reach twice `tile`, interpolated between neighbours."""
+    above = int(np.argmax(errors >= 2 * tile))
+    low, high = errors[above - 1] / tile, errors[above] / tile
+    return float(ratios[above - 1] + (ratios[above] - ratios[above - 1]) * (2 - low) / (high - low))
+
+
+def checks(preset: DgradPreset):
+    if preset.question != "declared":
+        return
+    halves = np.arange(2 * preset.octaves + 1) / 2
+    errors_at = jax.jit(jax.vmap(quiet_error, (0, None, None)), static_argnums=(1, 2))
+    ratios = jnp.asarray(2.0**halves, jnp.float32)
+    curves = {
+        (element, kind): np.asarray(errors_at(ratios, element, kind), np.float64)
+        for element in FORMATS_TRIED for kind in ("tile", "block")
+    }  # fmt: skip
+    for (element, kind), errors in curves.items():
+        for octave, value in zip(halves, errors, strict=True):
+            if octave == round(octave):
+                yield Run(f"group_{element}_{kind}", 0, {"error": value}, point=f"2^{int(octave)}")
+    at = lambda errors, octave: float(errors[2 * octave])
+    tile, block = curves["e4m3", "tile"], curves["e4m3", "block"]
+    for arm, errors in (("mechanism", block), ("mechanism_of_tiles", tile)):
+        yield Run(arm, 0, {"tile_worst": tile[:49].max()} | {f"at_2^{k}": at(errors, k) for k in (12, 16, 18)})
+    found = {e: measured_knee(halves, curves[e, "block"], curves[e, "tile"][0]) for e in FORMATS_TRIED}
+    yield Run("knee", 0, {e: found[e] - predicted_knee(e) for e in FORMATS_TRIED})
+    yield Run("knee_of_max", 0, {e: found[e] - predicted_knee(e, of_max=True) for e in FORMATS_TRIED})
+
+
+def derive(runs):
+    """Where the imbalance starts, and by how much the error of gradients grows from the last layer to the first."""
+    for run in runs.select("none"):
+        if "error_e2m1_tile_first" in run.metrics:
+            for kind in ("tile", "block"):
+                first, last = (run.metrics[f"error_e2m1_{kind}_{where}"] for where in ("first", "last"))
+                yield Run(f"growth_{kind}", run.seed, {"growth": first / last})
+        if run.point == weight_name(1.0):
+            yield Run("start", run.seed, {"token_range": run.metrics["token_range_start"]})
+
+
+_WEIGHTS = tuple((weight_name(2.0**-k), 2.0**-k) for k in (0, 10, 12, 14, 16, 17, 18, 20))
+_RATIOS = tuple((f"2^{k}", 2.0**k) for k in range(0, 33))
+FIGURES = (
+    Dose("dose", "quiet_loss", "Quiet domain against its loss weight", "loss weight of the quiet domain",
+         "loss (nats per token)", arms=("none", "e4m3_tile", "e4m3_block"), points=_WEIGHTS, log_x=2, log_y=False),
+    Dose("mechanism", "error", "Quiet tokens beside a loud one", "scale ratio R inside a group of 128 tokens",
+         "relative error", arms=("group_e4m3_tile", "group_e4m3_block", "group_e5m2_block", "group_e3m2_block",
+                                 "group_e2m3_block", "group_e2m1_block"),
+         points=_RATIOS, log_x=2, log_y=True),
+    Curve("quiet_loss", "quiet_loss", "Quiet domain at weight 2^-18", "loss (nats per token)",
+          arms=("none", "e4m3_tile", "e4m3_block", *REORDERED, "block_after_dispatch"), point=weight_name(DECLARED)),
+    Curve("loss", "loss", "Text without a weight", "loss (nats per byte)", point=weight_name(1.0), smooth=20, start=50),
+    Curve("token_range", "token_range", "Largest spread of token gradients in a group of 128", "octaves",
+          point=weight_name(1.0), smooth=20, line=14.0, line_label="E4M3 blocks begin to fail"),
+    Effects("effects", "Effects of all claims about training"),
+)  # fmt: skip
+
+_PLAIN = DgradConfig(
+    domains=1, steps=600, model=dataclasses.replace(DgradConfig().model, layers=16), gradient_errors=True
+)
+PRESETS = {
+    "smoke": DgradPreset(
+        train=DgradConfig(
+            steps=3, eval_windows=4, model=ModelConfig(vocab_size=TEXT + QUIET, layers=1, width=16, heads=1, ffn=16)
+        ),
+        weights=(1.0, DECLARED), test_seeds=(0, 1), evidence=False,
+    ),
+    "cpu": DgradPreset(),
+    "cpu-deep": DgradPreset(question="deep", train=_PLAIN),
+    "cpu-memorised": DgradPreset(
+        question="memorised", data="kjv:2048",
+        train=DgradConfig(domains=1, steps=4000, model=dataclasses.replace(DgradConfig().model, width=64, ffn=128)),
+    ),
+}  # fmt: skip
+
+EXPERIMENT = Experiment(
+    name="block-dgrad",
+    title="Block-wise against tile-wise quantisation of the Dgrad input",
+    claims=claims,
+    arms=ARMS,
+    presets=PRESETS,
+    plan=plan,
+    checks=checks,
+    derive=derive,
+    check_arms=(
+        "mechanism", "mechanism_of_tiles", "knee", "knee_of_max", "start", "growth_tile", "growth_block",
+        *(f"group_{e}_{kind}" for e in FORMATS_TRIED for kind in ("tile", "block")),
+    ),
+    figures=FIGURES,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    from repro.cli import run_script
+
+    run_script(EXPERIMENT)

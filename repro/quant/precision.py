@@ -1,0 +1,109 @@
+"""Which policy the linear layers of each part of a model follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from repro.errors import ReproError
+from repro.quant.policies import POLICIES, GemmPolicy, policy_of
+from repro.quant.recipes import recipe_of
+
+PLAIN = "plain"
+"""Not quantised: a product in the model's own compute type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The policy of every role, by its name in `POLICIES`, or `"plain"`.
+
+    `attention`: projections of queries, keys, values and outputs. `ffn`: gate, up and down. `embedding`: the table, in
+    the format that the policy gives to weights, as it is looked up (the gradient passes straight through). `head`: the
+    output head. Softmax, norms, logits of attention and the loss are never quantised. Raises `ReproError` for an unknown
+    policy.
+    """
+
+    attention: str = PLAIN
+    ffn: str = PLAIN
+    embedding: str = PLAIN
+    head: str = PLAIN
+
+    def __post_init__(self) -> None:
+        for name in self.roles().values():
+            if name != PLAIN:
+                policy_of(name)
+
+    def roles(self) -> dict[str, str]:
+        """Role -> name of its policy."""
+        return dataclasses.asdict(self)
+
+    def policy(self, role: str) -> GemmPolicy | None:
+        """The policy of a role; None where the role is not quantised."""
+        name = getattr(self, role)
+        return None if name == PLAIN else POLICIES[name]
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether some role rounds stochastically, so that the model needs a key."""
+        return any(policy.stochastic for role in self.roles() if (policy := self.policy(role)) is not None)
+
+
+def _blocks(policy: str) -> Precision:
+    return Precision(attention=policy, ffn=policy)
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        PLAIN: Precision(),
+        "bf16": Precision("bf16", "bf16", head="bf16"),
+        # DeepSeek-V3 (arXiv 2412.19437, section 3.3.1): linear layers in FP8; embedding, head, norms and attention not.
+        "v3": _blocks("v3_fp8"),
+        "mxfp8": _blocks("mxfp8"),
+        "mxfp4_w": _blocks("mxfp4_w"),
+        # "Pretraining LLMs with NVFP4" (arXiv 2509.25149), without its high-precision layers at the ends of the stack.
+        "nvfp4": _blocks("nvfp4"),
+        "k3_qat": Precision(attention="bf16", ffn="k3_qat", head="bf16"),
+    }
+)
+"""Named precisions."""
+
+
+def precision_of(text: str) -> Precision:
+    """A precision from its name, or from roles: `"v3"`, `"ffn=mxfp4,head=bf16"` (other roles are plain).
+
+    Raises `ReproError` for an unknown name, role or policy.
+    """
+    if text in PRECISIONS:
+        return PRECISIONS[text]
+    chosen: dict[str, str] = {}
+    known = [field.name for field in dataclasses.fields(Precision)]
+    for part in text.split(","):
+        role, sign, policy = (word.strip() for word in part.partition("="))
+        if not sign or role not in known or role in chosen:
+            raise ReproError(
+                f"precision {text!r} is unknown; give one of {', '.join(PRECISIONS)}, or roles such as "
+                f"ffn=mxfp4,head=bf16 (each once; roles are {', '.join(known)})."
+            )
+        chosen[role] = policy
+    return Precision(**chosen)
+
+
+def operand_words(operand: object) -> str:
+    """An operand of a `GemmPolicy` in words: format, blocks and scale."""
+    if operand == "fprop":
+        return "as the forward pass multiplied it"
+    if operand is None:
+        return "float32"
+    if operand in ("bf16", "fp16"):
+        return {"bf16": "bfloat16", "fp16": "float16"}[operand]
+    recipe = recipe_of(operand)
+    if recipe.block_shape is None:
+        blocks = "one scale per tensor"
+    else:
+        across, along = ("all" if size is None else size for size in recipe.block_shape)
+        blocks = f"scale per {across}x{along}"
+    scale = {"fp32": "float32", "e8m0": "power of two", "e4m3": "E4M3"}[recipe.scale_format]
+    levels = {None: "", "amax": " under a float32 tensor scale", "double": ", itself in groups of 256"}
+    noise = ", stochastic rounding" if recipe.rounding == "stochastic" else ""
+    return f"{recipe.element.upper()}, {blocks}, {scale}{levels[recipe.tensor_scale]}{noise}"
