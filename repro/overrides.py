@@ -12,7 +12,7 @@ import tyro
 from repro.claims import Experiment
 from repro.errors import ReproError
 from repro.train import SHAPE_FIELDS
-from repro.train.preset import Preset
+from repro.train.preset import Sweep
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -72,7 +72,7 @@ def changed_preset(
         raise ReproError(
             f"--seeds {seeds} has no meaning for {experiment.name}, which has no test seeds; leave it out."
         )
-    if isinstance(preset, Preset):
+    if isinstance(preset, Sweep):
         asked, changed = _changed_training(experiment, preset, arguments, seeds, prog)
     else:
         asked = _with_seeds(parse(preset, arguments, prog), seeds)
@@ -97,10 +97,10 @@ def _differences(before: Any, after: Any) -> list[str]:
 
 
 def _changed_training(
-    experiment: Experiment, preset: Preset, arguments: list[str], seeds: int | None, prog: str
-) -> tuple[Preset, list[str]]:
+    experiment: Experiment, preset: Sweep, arguments: list[str], seeds: int | None, prog: str
+) -> tuple[Sweep, list[str]]:
     """`changed_preset` of a sweep, whose named sizes and own shape are two ways of saying one thing."""
-    single = len(preset.sizes) == 1 and not preset.trend_sizes
+    single = len(preset.sizes) == len(preset.all_sizes()) == 1
     shown = dataclasses.replace(preset, train=preset.config(preset.sizes[0])) if single else preset
     asked = _with_seeds(parse(shown, arguments, prog), seeds)
     changed = _differences(shown, asked)
@@ -122,7 +122,7 @@ def _changed_training(
     return asked, changed
 
 
-def _shape_of(asked: Preset, preset: Preset) -> Any:
+def _shape_of(asked: Sweep, preset: Sweep) -> Any:
     """`asked.train` with the shape fields of the stored preset, which its sizes replace anyway."""
     train = asked.train
     own = {n: getattr(preset.train, n) for n in SHAPE_FIELDS if "." not in n}

@@ -25,9 +25,9 @@ from repro.errors import ReproError
 from repro.report import draw, write_report
 from repro.report.record import SCHEMA, RunFolder, no_curves, write_json
 from repro.report.tensorboard import CELL, write_events
-from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, summarise, train, with_settings
+from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, train, with_settings
 from repro.train.ledgers import ledgers
-from repro.train.preset import Preset
+from repro.train.preset import Sweep
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
 
@@ -64,13 +64,13 @@ class Job:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def lane_config(experiment: Experiment, preset: Preset, cell: Cell) -> TrainConfig:
+def lane_config(experiment: Experiment, preset: Sweep, cell: Cell) -> TrainConfig:
     """The whole configuration of a cell: the preset's at its size, the arm's and the cell's settings, the rate."""
     settings = experiment.settings(cell) | {"learning_rate": cell.rate}
     return with_settings(preset.config(cell.size), settings)
 
 
-def jobs(experiment: Experiment, preset: Preset, cells: Iterable[Cell], most_lanes: int) -> Iterator[Job]:
+def jobs(experiment: Experiment, preset: Sweep, cells: Iterable[Cell], most_lanes: int) -> Iterator[Job]:
     """Cells grouped by structure, in the order in which structures first appear, at most `most_lanes` to a job."""
     groups: dict[TrainConfig, list[tuple[Cell, TrainConfig, int]]] = {}
     for cell in cells:
@@ -137,11 +137,11 @@ def describe(
     return about if corpus is None else about | _describe_training(experiment, preset, corpus)
 
 
-def _describe_training(experiment: Experiment, preset: Preset, corpus: Corpus) -> dict[str, Any]:
+def _describe_training(experiment: Experiment, preset: Sweep, corpus: Corpus) -> dict[str, Any]:
     first = experiment.arms[0]
     evidence = {
         "baseline": f"every arm against {' or '.join(arm.label for arm in experiment.arms[:2])}, paired by seed",
-        "seeds": f"{len(preset.test_seeds)} for the test, {len(preset.tuning_seeds)} others for tuning",
+        "seeds": f"{len(preset.test_seeds)} for the test, {len(getattr(preset, 'tuning_seeds', ()))} others for tuning",
         "budget": f"{preset.train.steps} steps for every arm",
     }
     size = preset.sizes[0]
@@ -153,7 +153,7 @@ def _describe_training(experiment: Experiment, preset: Preset, corpus: Corpus) -
             "name": corpus.name, "sha256": corpus.sha256, "hash_scope": corpus.hash_scope,
             "provenance": corpus.provenance, "tokens": len(corpus.tokens), "entropy_floor": corpus.entropy_floor,
         },
-        "configs": {s: dataclasses.asdict(preset.config(s)) for s in dict.fromkeys((*preset.sizes, *preset.trend_sizes))},
+        "configs": {s: dataclasses.asdict(preset.config(s)) for s in preset.all_sizes()},
         "ledgers": per_arm[first.name], "ledgers_by_arm": per_arm,
     }  # fmt: skip
 
@@ -170,7 +170,7 @@ def execute(
     """Runs, or continues, everything that `folder` does not hold yet, and seals it with the verdicts.
 
     An experiment without a plan only computes: its table of curves has no rows, and its preset may be any frozen
-    dataclass. One with a plan takes a `repro.train.preset.Preset`.
+    dataclass. One with a plan takes a `repro.train.preset.Sweep`.
     Raises `ReproError` for what a user can mend, among it a full disk; what was finished stays and can be resumed.
     """
     watcher = watcher or Watcher()
@@ -237,10 +237,10 @@ def execute(
     return verdicts
 
 
-def _corpus_of(preset: Preset) -> Corpus:
+def _corpus_of(preset: Sweep) -> Corpus:
     """The corpus of a preset, fit for all its sizes."""
     corpus = load_corpus(preset.data)
-    for size in dict.fromkeys((*preset.sizes, *preset.trend_sizes)):
+    for size in preset.all_sizes():
         check_corpus(preset.config(size), corpus)
     return corpus
 
@@ -252,7 +252,7 @@ def _train_job(
     result = train(
         job.config, lanes, corpus, mesh=mesh, checkpoints=folder.checkpoints / key, on_chunk=watcher.progress
     )
-    scalars = summarise(result, np.array([config.tau for _, config, _ in job.lanes]))
+    scalars = job.config.program_class().scalars(result, [config for _, config, _ in job.lanes])
     runs = Runs(
         Run(cell.arm, seed, metrics, point=cell.point, size=cell.size, rate=cell.rate, phase=cell.phase)
         for (cell, _, seed), metrics in zip(job.lanes, scalars, strict=True)
