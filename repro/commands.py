@@ -20,6 +20,8 @@ def _console() -> Console:
 
 
 _MOST_CPU_DEVICES = 16
+_MOST_ROWS, _MOST_COLUMNS = 16, 8
+"""Of what an experiment computed, as a terminal can still show it."""
 
 
 def _start_devices() -> None:
@@ -155,7 +157,11 @@ def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, change
     with folder.locked(), ConsoleWatcher(console) as watcher:
         verdicts = execute(experiment, preset_name, preset, folder, changed=changed, watcher=watcher)
         _, _, runs = folder.sealed()
-    console.print(arms_table(experiment, runs))
+    table = arms_table(experiment, runs)
+    if experiment.plan is None and (table.row_count > _MOST_ROWS or len(table.columns) > _MOST_COLUMNS):
+        console.print(f"What was computed: {table.row_count} rows of the report.")
+    else:
+        console.print(table)
     console.print(claims_table(experiment.claims_for(preset), verdicts))
     console.print(f"Figures and report: {folder.path / 'report.md'}")
     return 0

@@ -40,13 +40,13 @@ def dose_figure(spec: Dose, experiment: Experiment, runs: Runs) -> Figure | None
 
     ReproError for an unknown arm.
     """
-    names = [experiment.arm(name).name for name in spec.arms] or [arm.name for arm in experiment.arms]
+    names = [experiment.arm(name).name for name in spec.arms] or [arm.name for arm in experiment.labelled()]
     dose_of = dict(spec.points)
     rows = [run for run in runs.select() if run.arm in names and run.point in dose_of and spec.metric in run.metrics]
     if not rows:
         return None
     sizes = list(dict.fromkeys(run.size for run in rows))
-    arms = [arm for arm in experiment.arms if any(run.arm == arm.name for run in rows)]
+    arms = [arm for arm in experiment.labelled() if any(run.arm == arm.name for run in rows)]
     handles = [
         Line2D([], [], marker=_marker(experiment, arm), label=arm.label, **_style(experiment, arm)) for arm in arms
     ]
@@ -57,16 +57,19 @@ def dose_figure(spec: Dose, experiment: Experiment, runs: Runs) -> Figure | None
     height = 3.7 + legend_height(handle.get_label() for handle in handles)
     figure, axes = panels(sizes, spec.title, height=height)
     values = [run.metrics[spec.metric] for run in rows]
+    heights = [*values, *(line.y for line in spec.lines if line.y is not None)]
     for axis, size in zip(axes, sizes, strict=True):
         here = {arm.name: doses(spec, [r for r in rows if r.arm == arm.name and r.size == size]) for arm in arms}
         for index, line in enumerate(spec.lines):
             _draw_line(axis, line, _LINES[index % len(_LINES)])
-        for index, arm in enumerate(arms):
-            _draw_arm(axis, experiment, arm, here[arm.name], spec.log_y, 8 * (index - (len(arms) - 1) / 2))
+        for arm in arms:
+            _draw_arm(axis, experiment, arm, here[arm.name], spec.log_y)
+        _mark_edges(axis, experiment, here, spec.log_y)
+        heights += [_mean(found) for of_arm in here.values() for found in of_arm.values()]
         _x_axis(axis, spec, sorted({dose for of_arm in here.values() for dose in of_arm}), len(sizes))
     axes[0].set_ylabel(spec.ylabel)
     if spec.log_y:
-        log_scale(axes[0].yaxis, [*values, *(line.y for line in spec.lines if line.y is not None)])
+        log_scale(axes[0].yaxis, heights)
     add_legend(figure, handles, _note(rows, values, spec.log_y))
     return figure
 
@@ -90,20 +93,27 @@ def _marker(experiment: Experiment, arm: Arm) -> str:
     return MARKERS[experiment.arms.index(arm) % len(MARKERS)]
 
 
-def _draw_arm(
-    axis: Axes, experiment: Experiment, arm: Arm, found: dict[float, list[float]], log_y: bool, offset: float
-):
+def _mean(values: list[float]) -> float:
+    """The mean, NaN where some value is not finite."""
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _mark_edges(axis: Axes, experiment: Experiment, here: dict[str, dict[float, list[float]]], log_y: bool):
+    """Crosses and triangles for means that the axes cannot show, side by side where several arms have one."""
+    for dose in sorted({dose for found in here.values() for dose in found}):
+        means = {name: _mean(found[dose]) for name, found in here.items() if dose in found}
+        lost = [name for name, mean in means.items() if math.isnan(mean)]
+        low = [name for name, mean in means.items() if log_y and mean <= 0]
+        for names, mark in ((lost, mark_lost), (low, mark_low)):
+            for index, name in enumerate(names):
+                offset = 8 * (index - (len(names) - 1) / 2)
+                mark(axis, dose, offset=offset, color=arm_style(experiment, name)["color"])
+
+
+def _draw_arm(axis: Axes, experiment: Experiment, arm: Arm, found: dict[float, list[float]], log_y: bool):
     style, marker = _style(experiment, arm), _marker(experiment, arm)
-    means = []
-    for dose, values in found.items():
-        finite = all(map(math.isfinite, values))
-        mean = math.fsum(values) / len(values) if finite else math.nan
-        if not finite:
-            mark_lost(axis, dose, offset=offset, color=style["color"])
-        elif log_y and mean <= 0:
-            mark_low(axis, dose, offset=offset, color=style["color"])
-            mean = math.nan
-        means.append(mean)
+    means = [_mean(values) for values in found.values()]
+    means = [math.nan if log_y and mean <= 0 else mean for mean in means]
     axis.plot(list(found), means, marker=marker, markersize=6, zorder=3, **style)
     dots = [(dose, value) for dose, values in found.items() if len(values) > 1 for value in values]
     dots = [(dose, value) for dose, value in dots if math.isfinite(value) and (value > 0 or not log_y)]

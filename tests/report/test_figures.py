@@ -430,3 +430,9 @@ def test_heatmaps_without_values_or_with_vectors(experiment, curves, runs):
     assert figure(dataclasses.replace(nothing, compute=dict), experiment, curves, runs, ()) is None
     with pytest.raises(ReproError, match="one is an array of shape \\(3,\\), not a matrix"):
         figure(dataclasses.replace(nothing, compute=lambda: {"one": np.ones(3)}), experiment, curves, runs, ())
+
+
+def test_a_mean_below_every_positive_value_is_inside_the_axes(experiment, curves):
+    runs = dosed({"muon": {"a": (0.0, 0.0, 0.3), "b": (9.0, 9.0, 9.0)}}, (0, 1, 2))
+    low, _ = figure(dataclasses.replace(DOSE, log_y=True), experiment, curves, runs, ()).axes[0].get_ylim()
+    assert low < 0.1
