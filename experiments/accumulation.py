@@ -171,13 +171,18 @@ def _metrics(sets: dict, accumulator: Accumulator) -> dict[str, float]:
     return found
 
 
+_TITLES = {
+    (data, norm): f"Error of the sum, {kind} entries, {size}"
+    for data, kind in (("uniform", "uniform"), ("normal", "zero-mean"))
+    for norm, size in (("elementwise", "element by element"), ("normwise", "relative to the largest"))
+}
 _KS = tuple((f"k{2**i}", 2**i) for i in range(5, 15))
 _INTERVALS = tuple((f"n{2**i}", 2**i) for i in range(5, 13))
 
 
 def _over_k(data: str, norm: str) -> Dose:
     return Dose(
-        f"{data}_{norm}", f"{data}_{norm}", f"Error of the sum, {DATA[data]}, {NORM[norm]}", "length of the sum K",
+        f"{data}_{norm}", f"{data}_{norm}", _TITLES[data, norm], "length of the sum K",
         "largest relative error", _KS, log_x=2, log_y=True, lines=(Reference("2 %, as reported for K = 4096", y=0.02),),
     )  # fmt: skip
 

@@ -238,12 +238,12 @@ def what_turning_changes() -> dict[str, np.ndarray]:
 _SPREADS = tuple((f"spread{n}", float(n)) for n in range(61))
 FIGURES = (
     Dose(
-        "turned_error", "error_turned", "Error after turning the tiles", "rows differ by up to 2 to the power of",
+        "turned_error", "error_turned", "Error after turning the tiles", "log2 of the largest factor between rows",
         "relative error", _SPREADS, ("fp32_scales", "pow2_scales"),
     ),
     Dose(
-        "changed", "changed_share", "Elements that turning the tiles changes", "rows differ by up to 2 to the power of",
-        "share of elements", _SPREADS, ("fp32_scales", "pow2_scales"), log_y=True, lines=(Reference("all", y=1.0),),
+        "changed", "changed_share", "Elements that turning the tiles changes",
+        "log2 of the largest factor between rows", "share of elements", _SPREADS, ("fp32_scales", "pow2_scales"), log_y=True, lines=(Reference("all", y=1.0),),
     ),
     Heatmap("tile", "What turning the tiles changes, element by element", what_turning_changes, "change (%)", "channel",
             "token"),

@@ -57,7 +57,7 @@ def dose_figure(spec: Dose, experiment: Experiment, runs: Runs) -> Figure | None
     height = 3.7 + legend_height(handle.get_label() for handle in handles)
     figure, axes = panels(sizes, spec.title, height=height)
     values = [run.metrics[spec.metric] for run in rows]
-    heights = [*values, *(line.y for line in spec.lines if line.y is not None)]
+    means: list[float] = []
     for axis, size in zip(axes, sizes, strict=True):
         here = {arm.name: doses(spec, [r for r in rows if r.arm == arm.name and r.size == size]) for arm in arms}
         for index, line in enumerate(spec.lines):
@@ -65,22 +65,23 @@ def dose_figure(spec: Dose, experiment: Experiment, runs: Runs) -> Figure | None
         for arm in arms:
             _draw_arm(axis, experiment, arm, here[arm.name], spec.log_y)
         _mark_edges(axis, experiment, here, spec.log_y)
-        heights += [_mean(found) for of_arm in here.values() for found in of_arm.values()]
+        means += [_mean(found) for of_arm in here.values() for found in of_arm.values()]
         _x_axis(axis, spec, sorted({dose for of_arm in here.values() for dose in of_arm}), len(sizes))
     axes[0].set_ylabel(spec.ylabel)
     if spec.log_y:
-        log_scale(axes[0].yaxis, heights)
-    add_legend(figure, handles, _note(rows, values, spec.log_y))
+        log_scale(axes[0].yaxis, [*values, *means, *(line.y for line in spec.lines if line.y is not None)])
+    add_legend(figure, handles, _note(rows, means, values, spec.log_y))
     return figure
 
 
-def _note(rows: list[Run], values: list[float], log_y: bool) -> str:
+def _note(rows: list[Run], means: list[float], values: list[float], log_y: bool) -> str:
     several = len({run.seed for run in rows}) > 1
-    lost = any(not math.isfinite(value) for value in values)
-    low = log_y and any(value <= 0 for value in values)
     parts = ["line: mean over seeds; dots: single seeds"] if several else []
-    parts += ["cross at the upper edge: a value that is not finite"] if lost else []
-    parts += ["triangle at the lower edge: zero or below"] if low else []
+    parts += ["cross at the upper edge: a value that is not finite"] if not all(map(math.isfinite, values)) else []
+    if log_y and any(mean <= 0 for mean in means):
+        parts.append("triangle at the lower edge: zero or below")
+    elif log_y and any(value <= 0 for value in values):
+        parts.append("seeds at zero or below have no dot")
     return "; ".join(parts)
 
 

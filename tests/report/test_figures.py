@@ -436,3 +436,15 @@ def test_a_mean_below_every_positive_value_is_inside_the_axes(experiment, curves
     runs = dosed({"muon": {"a": (0.0, 0.0, 0.3), "b": (9.0, 9.0, 9.0)}}, (0, 1, 2))
     low, _ = figure(dataclasses.replace(DOSE, log_y=True), experiment, curves, runs, ()).axes[0].get_ylim()
     assert low < 0.1
+
+
+def test_the_note_of_a_dose_says_where_zeros_are(experiment, curves):
+    spec = dataclasses.replace(DOSE, log_y=True)
+    for values, words in (
+        ((0.0, 0.3), "seeds at zero or below have no dot"),
+        ((0.0, 0.0), "triangle"),
+        ((1.0, 2.0), ""),
+    ):
+        runs = dosed({"muon": {"a": values, "b": (9.0, 9.0)}}, (0, 1))
+        note = figure(spec, experiment, curves, runs, ()).legends[0].get_title().get_text()
+        assert words in note and ("zero" in note) == bool(words)
