@@ -243,7 +243,8 @@ FIGURES = (
     ),
     Dose(
         "changed", "changed_share", "Elements that turning the tiles changes",
-        "log2 of the largest factor between rows", "share of elements", _SPREADS, ("fp32_scales", "pow2_scales"), log_y=True, lines=(Reference("all", y=1.0),),
+        "log2 of the largest factor between rows", "share of elements", _SPREADS, ("fp32_scales", "pow2_scales"),
+        log_y=True, lines=(Reference("all", y=1.0),),
     ),
     Heatmap("tile", "What turning the tiles changes, element by element", what_turning_changes, "change (%)", "channel",
             "token"),
