@@ -50,7 +50,7 @@ class Summary:
 
 
 def summarise(experiment: Experiment, runs: Runs, *, every_metric: bool) -> Summary:
-    """One row per (size, arm, point, rate) of the test runs, in the order of the experiment's arms.
+    """One row per (size, arm, point, rate) of the test runs, in the order of the experiment's labelled arms.
 
     Args:
         every_metric: all metrics; otherwise those in `FIRST`, or all where none of these was recorded.
@@ -63,13 +63,13 @@ def summarise(experiment: Experiment, runs: Runs, *, every_metric: bool) -> Summ
     metrics = [name for name in FIRST if name in recorded]
     if every_metric or not metrics:
         metrics = [name for name in KNOWN if name in recorded] + sorted(set(recorded) - set(KNOWN))
-    order = {arm.name: index for index, arm in enumerate(experiment.arms)}
+    order = {arm.name: index for index, arm in enumerate(experiment.labelled())}
     sizes = list(dict.fromkeys(run.size for run in test))
     groups: dict[tuple, list[Run]] = {}
     for run in sorted(test, key=lambda run: (sizes.index(run.size), order.get(run.arm, len(order)))):
         groups.setdefault((run.size, run.arm, run.point, f"{run.rate:g}"), []).append(run)
     checks = all(math.isnan(run.rate) for run in test) and all(len(here) == 1 for here in groups.values())
-    labels = {arm.name: arm.label for arm in experiment.arms}
+    labels = {arm.name: arm.label for arm in experiment.labelled()}
     rows = []
     for (size, arm, point, rate), here in groups.items():
         cells = [_cell(name, here) for name in metrics]
