@@ -53,8 +53,8 @@ CLAIMS = (
     Claim(
         id="FP-6", variant="which gains", tier="M",
         source=f"derived here from OCP MX v1.0, section 6.3; mechanism: {PAPER}",
-        statement="A block is clamped exactly where the significand of its largest magnitude is above max / 2^emax and, "
-        "with m mantissa bits, below 2 (floor) or 2 - 2^-(m + 1) (even); never under rceil and ceil.",
+        statement="A block is clamped exactly where the significand of its largest magnitude is above max / 2^emax "
+        "and, with m mantissa bits, below 2 (floor) or 2 - 2^-(m + 1) (even); never under rceil and ceil.",
         reported="The floor rule clamps what lies in the top quarter of an octave (E4M3: 448 to 512).",
         boundary="E4M3, E5M2, E3M2, E2M3, E2M1 and INT8; all significands of 12 or more bits, at four exponents. Rceil "
         "multiplies by a rounded 1 / max and may miss by one unit in the last place of float32.",
@@ -106,13 +106,25 @@ CLAIMS = (
         control=Control("rounded-up scales in place of floor", Within("error_over_bump", "rceil", 3.0, np.inf)),
     ),
     Claim(
-        id="FP-6", variant="bias", tier="M", source="derived here",
-        statement="Clamping is a bias: at 0.97 under floor the mean gain falls by 9 to 10 %, with rounded-up scales "
-        "it moves by less than 1 %.",
-        reported="Not reported as a number.", boundary=_CLUSTER,
+        id="FP-6", variant="bias in clamped blocks", tier="M", source="derived here",
+        statement="Clamping is a bias: with gains around 0.97 the mean of the blocks without a gain of 1 or more "
+        "falls by 9 to 10 % under floor and moves by less than 1 % with rounded-up scales.",
+        reported="Not reported as a number. Added when the next claim had failed in a trial.", boundary=_CLUSTER,
         criterion=All((
-            Within("bias", f"floor@{at(0.97)}", -0.10, -0.09),
-            Within("bias", f"rceil@{at(0.97)}", -0.01, 0.01),
+            Within("bias_below_one", f"floor@{at(0.97)}", -0.10, -0.09),
+            Within("bias_below_one", f"rceil@{at(0.97)}", -0.01, 0.01),
+        )),
+        control=Control("floor in place of rounded-up scales",
+                        Within("bias_below_one", f"floor@{at(0.97)}", -0.01, 0.01)),
+    ),
+    Claim(
+        id="FP-6", variant="bias of the whole vector", tier="M", source="derived here",
+        statement="At 0.97 under floor the mean of all 512 gains falls by 9 to 10 % in every draw, with rounded-up "
+        "scales it moves by less than 1 %.",
+        reported="Not reported as a number.",
+        boundary=f"{_CLUSTER} Blocks that escape, as above, make it smaller.",
+        criterion=All((
+            Within("bias", f"floor@{at(0.97)}", -0.10, -0.09), Within("bias", f"rceil@{at(0.97)}", -0.01, 0.01),
         )),
         control=Control("floor in place of rounded-up scales", Within("bias", f"floor@{at(0.97)}", -0.01, 0.01)),
     ),
@@ -227,7 +239,7 @@ def cluster(draw: int, mean: float, count: int) -> np.ndarray:
 
 def cluster_metrics(gains: np.ndarray, x_hat: np.ndarray) -> dict[str, float]:
     """error: |x_hat - x| / |x|; bias: of the mean, relative; distinct: number of values in the whole vector;
-    single_share: share of blocks with one value. Error and distinct also over the blocks without a gain of 1 or more.
+    single_share: share of blocks with one value. All but the last also over the blocks without a gain of 1 or more.
     """
     x = gains.astype(np.float64)
     below = x.max(1) < 1
@@ -238,6 +250,7 @@ def cluster_metrics(gains: np.ndarray, x_hat: np.ndarray) -> dict[str, float]:
     if below.any():
         metrics["distinct_below_one"] = len(np.unique(x_hat[below]))
         metrics["error_below_one"] = _error(x[below], x_hat[below])
+        metrics["bias_below_one"] = x_hat[below].mean() / x[below].mean() - 1
     return metrics
 
 
@@ -270,7 +283,11 @@ def checks(preset: Preset) -> list[Run]:
 
 _CPU = Preset()
 _MEANS = tuple((at(mean), mean) for mean in _CPU.means)
-_EDGES = (Reference("0.875", x=0.875), Reference("0.96875", x=0.96875), Reference("1", x=1.0))
+_EDGES = (
+    Reference("0.875: clamped from here on", x=0.875),
+    Reference("0.96875: up to here (even)", x=0.96875),
+    Reference("1: up to here (floor)", x=1.0),
+)
 FIGURES = (
     Dose("error", "error", "Error of clustered LayerNorm gains in E4M3", "mean of the gains", "relative error (rms)",
          points=_MEANS, lines=_EDGES),

@@ -35,7 +35,7 @@ ARMS = (
     Arm("smallest", "scale = smallest sub-block scale / 2^6"),
     Arm("recipe", "128 x 128 blocks, power of two >= amax / 448"),
 )
-V4 = "DeepSeek-V4, section on FP4 training, and its published kernel for the cast"
+V4 = "DeepSeek-V4, section 5.2.1, and its published kernel for the cast"
 _BLOCKS = (
     "Every E2M1 code in every sub-block of a 128 x 128 block, scales of whole powers of two; bits compared, signs of "
     "zero included."

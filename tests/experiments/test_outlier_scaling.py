@@ -66,7 +66,7 @@ def test_channels_outside():
 
 
 def test_scales_that_follow_the_whole_tensor_fail_the_claim_of_confinement(monkeypatch):
-    monkeypatch.setitem(M.RECIPE_OF, "tile", dataclasses.replace(RECIPES["fp8_tile"], block_shape=(None, None)))
+    monkeypatch.setitem(M.RECIPE_OF, "tile", dataclasses.replace(RECIPES["fp8_tile"], block_shape=None))
     monkeypatch.setattr(M, "outside", lambda recipe: np.arange(256) >= 128)
     found = {run.arm: run.metrics for run in M.outlier_runs(SMOKE) if not run.point}
     assert found["tile"]["changed_outside"] > 0 and found["tile32"]["changed_outside"] == 0
@@ -114,8 +114,8 @@ def test_verdicts(verdicts):
 def test_the_heat_map_shows_the_left_half(quick_compile):
     one, tile, _ = M.heat().values()
     assert one.shape == (8, 256)
-    assert np.median(tile[:, 128:]) < 0.04 and np.median(tile[:, :128]) > 0.04
-    assert np.median(one[:, 128:]) > 0.04
+    assert np.median(tile[:, 128:]) < 0.04 < 0.1 < np.median(tile[:, :128])
+    assert np.median(one[:, 128:]) > 0.1
 
 
 def test_presets_are_checked():
