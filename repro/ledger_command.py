@@ -25,6 +25,9 @@ def ledger(args: argparse.Namespace, console: Console) -> int:
     parameters = _parameters(args)
     if parameters is not None:
         console.print(f"{parameters:,} parameters; 1 GB = 10^9 bytes. Activations and buffers are not counted.")
+    if changes:
+        said = ", ".join(f"{role} {stored or 'none'}" for role, stored in changes.items())
+        console.print(f"Changed in every policy shown: {said}.")
     if args.policy:
         console.print(_roles(state_ledger(parameters or 1, chosen[0]), counted=parameters is not None))
     else:

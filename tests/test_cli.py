@@ -68,7 +68,7 @@ def test_the_ledger_of_a_model_by_role(command):
         "ledger", "--size", "xs", "--policy", "v3", "--role", "second-moment=none", "--role", "ema=bf16"
     )
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split()}
-    assert code == 0 and "second_moment" not in rows
+    assert code == 0 and "second_moment" not in rows and "shown: second_moment none, ema bf16." in out
     assert rows["ema"][-4:-1] == ["bf16", "16", "2"] and rows["total"][1:3] == ["v3", "12"]
     import jax
 
