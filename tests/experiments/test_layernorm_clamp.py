@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 
+import jax
 import numpy as np
 import pytest
 from scipy import integrate, stats
@@ -16,6 +17,13 @@ from repro.quant import FORMATS
 EXPERIMENT = catalogue.load("layernorm-clamp")
 M = sys.modules["repro.experiments.layernorm_clamp"]
 SMOKE = EXPERIMENT.presets["smoke"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly_compiled():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,6 +30,13 @@ def in_e4m3(value):
 def _floor_log2(value):
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     return exponent if Fraction(2) ** exponent <= value else exponent - 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly_compiled():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
