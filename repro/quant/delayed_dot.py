@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -54,7 +55,7 @@ def delayed_dot(
         raise ReproError(f"x {x.shape} and w {w.shape} do not match; the last axis of x is the first of w.")
     three = (scales.x.scale(_FORWARD.element), scales.w.scale(_FORWARD.element), scales.dy.scale(_GRADIENT.element))
     on_units = native and hardware_reason() is None
-    y = _dot(on_units, x.reshape(-1, x.shape[-1]), w, jax.lax.stop_gradient(three), probe)
+    y = _dot(on_units, x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, jax.lax.stop_gradient(three), probe)
     return y.reshape(*x.shape[:-1], w.shape[1]), jax.lax.stop_gradient((amax_of(x), amax_of(w)))
 
 

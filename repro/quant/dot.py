@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,18 @@ def dot(x: jax.Array, w: jax.Array, policy: str | GemmPolicy, *, key: jax.Array 
     Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
     """
     policy = policy_of(policy)
+    if isinstance(x, QTensor) or isinstance(w, QTensor):
+        raise ReproError(
+            "dot quantises its operands itself, along the axis it sums over; pass the source, not a QTensor."
+        )
+    x, w = jnp.asarray(x), jnp.asarray(w)
     if x.ndim < 1 or w.ndim < 2 or x.shape[-1] != w.shape[0]:
         raise ReproError(f"x {x.shape} and w {w.shape} do not match; the last axis of x is the first of w.")
     if policy.stochastic != (key is not None):
         wanted = "needs key=, a JAX random key" if policy.stochastic else "uses no random numbers; leave out key="
         raise ReproError(f"This policy {wanted}.")
-    y = _dot(policy, x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1), key)
+    rows, columns = math.prod(x.shape[:-1]), math.prod(w.shape[1:])
+    y = _dot(policy, x.reshape(rows, x.shape[-1]), w.reshape(w.shape[0], columns), key)
     return y.reshape(x.shape[:-1] + w.shape[1:])
 
 

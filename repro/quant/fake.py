@@ -45,6 +45,6 @@ def _straight_through(x, x_hat, kept):
 
 @_straight_through.defjvp
 def _straight_through_jvp(primals, tangents):
-    _, x_hat, kept = primals
-    tangent = tangents[0]
-    return x_hat, tangent if kept is None else jnp.where(kept, tangent, 0.0)
+    kept, tangent = primals[2], tangents[0]
+    # The value goes through the same rule again, for derivatives of derivatives.
+    return _straight_through(*primals), tangent if kept is None else jnp.where(kept, tangent, 0.0)

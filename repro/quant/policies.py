@@ -30,7 +30,8 @@ class GemmPolicy:
     `cache_x` is what is kept of x until the backward pass: None x itself, `"fprop"` what the forward pass multiplied
     (DeepSeek-V3 keeps its FP8 tiles), or an operand of its own, stored along the forward pass's axis; `wgrad_x` is then
     quantised from that. `native=True` multiplies on FP8 units where `native_reason` finds them, and emulates elsewhere.
-    Raises `ReproError` for an unknown name, a recipe whose scale is given, and combinations without a meaning.
+    Raises `ReproError` for an unknown name, a recipe whose scale is given or
+    whose blocks lie across the summed axis, and combinations without a meaning.
     """
 
     fprop_x: Operand = None
@@ -54,6 +55,12 @@ class GemmPolicy:
                 raise ReproError(f"{operand!r} has no scales; an operand is a recipe, 'bf16', 'fp16' or None.")
             if recipe_of(operand).scale_rule == "given":
                 raise ReproError("A policy has no state and cannot give a scale; use a recipe that chooses its own.")
+            shape = recipe_of(operand).block_shape
+            if shape is not None and shape[1] == 1 and shape[0] != 1:
+                raise ReproError(
+                    f"Blocks of {shape[0]} x 1 lie across the axis that a product sums over, so their scales cannot "
+                    f"leave the sum; blocks of 1 x {shape[0]} lie along it."
+                )
         shares = "fprop" in (self.dgrad_w, self.wgrad_x, self.cache_x)
         if shares and self.accumulator is not None:
             raise ReproError("An accumulator takes elements and scales apart, so it cannot take operands from 'fprop'.")

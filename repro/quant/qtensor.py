@@ -48,7 +48,16 @@ class QTensor:
         return self.codes.shape
 
     def dequantize(self) -> jax.Array:
-        """x_hat, float32, in the shape of the tensor."""
+        """x_hat, float32, in the shape of the tensor.
+
+        Raises `ReproError` for scales that are not of the recipe's scale format: a float32 scale cannot be taken for a
+        power of two, which would cut off its fraction.
+        """
+        expected = FORMATS[self.recipe.scale_format].dtype
+        if self.scale.dtype != expected:
+            raise ReproError(
+                f"The recipe stores its scales as {expected}, these are {self.scale.dtype}; quantise from the source."
+            )
         return _dequantize(self)
 
     def transpose(self) -> QTensor:

@@ -105,15 +105,17 @@ def round_pattern(
     lowest = fmt.min_exponent + 127
     significand = (extended & FRACTION) | HIDDEN
     # Bits of the significand below the grid: more of them where the format is subnormal.
-    drop = (23 - fmt.mantissa_bits) + jnp.maximum(lowest - (extended >> 23), 0)
+    fewest = 23 - fmt.mantissa_bits
+    drop = jnp.maximum(lowest + fewest - (extended >> 23), fewest)
     if rounding == "stochastic":
         smallest = (lowest - fmt.mantissa_bits) << 23
         return _round_stochastic(extended, significand, drop, words, smallest, zero)
     drop = jnp.minimum(drop, 25)  # from 25 bits on, all is below half a step
+    kept = jnp.left_shift(-1, drop)
     rounded = significand
-    if rounding == "nearest_even":
-        rounded = rounded + ((1 << drop) >> 1) - 1 + ((significand >> drop) & 1)
-    rounded = (rounded >> drop) << drop
+    if rounding == "nearest_even":  # half a step less one, and one more where the last kept bit is odd
+        rounded = rounded + (~kept >> 1) + ((significand >> drop) & 1)
+    rounded = rounded & kept
     # A carry out of the significand moves the exponent field by itself.
     return jnp.where(rounded == 0, zero, extended + (rounded - significand))
 

@@ -23,7 +23,7 @@ from repro.quant.bits import (
     times_power_of_two,
     to_bits,
 )
-from repro.quant.blocks import Blocks
+from repro.quant.blocks import Blocks, largest_of_all
 from repro.quant.codes import decode, encode_grid
 from repro.quant.formats import FORMATS, Format, format_of
 from repro.quant.recipes import SMALLEST_FLOOR, Recipe
@@ -83,16 +83,16 @@ def shared_exponent(amax: jax.Array, element: Format, rule: str) -> jax.Array:
 def _two_level(amax: jax.Array, element: Format, floor: float) -> Scales:
     """NVFP4 (TransformerEngine, `core_nvfp4.cuh`): the tensor scale makes the largest block scale 448."""
     inner = FORMATS["e4m3"]
-    tensor = jnp.max(amax, initial=0, keepdims=True)
+    tensor = largest_of_all(amax)
     finite = from_bits(jnp.clip(tensor, pattern_of(floor), LARGEST))
-    encode = quotient(jnp.full_like(finite, inner.max * element.max), finite)
+    # Without the barriers XLA may make 1 / (c / a) a / c, or multiply two constants first, which rounds differently.
+    encode = lax.optimization_barrier(quotient(jnp.full_like(finite, inner.max * element.max), finite))
     decode_scale = quotient(jnp.ones_like(encode), encode)
     decode_scale = jnp.where(tensor >= INFINITY, jnp.nan, decode_scale)
-    # Without the barrier XLA may multiply the two constants first, which rounds differently.
     per_element = lax.optimization_barrier(encode * np.float32(1 / element.max))
     block = round_to(from_bits(jnp.minimum(amax, LARGEST)) * per_element, inner)
     # A block far below the tensor's largest has the scale 0 and is zero; 1 / 0 would make its elements the largest.
-    whole = block * decode_scale
+    whole = lax.optimization_barrier(block * decode_scale)
     factor = jnp.where(block > 0, quotient(jnp.ones_like(whole), whole), 0.0)
     return Scales(encode_grid(block, inner), decode_scale, factor=factor)
 
@@ -130,7 +130,8 @@ def rescale(grid: jax.Array, block: jax.Array, tensor, recipe: Recipe, blocks: B
     """
     if recipe.power_of_two:
         code = blocks.spread(lax.bitcast_convert_type(block, jnp.uint8).astype(jnp.int32))
-        return jnp.where(code == 255, NAN, times_power_of_two(grid, code - 127))
+        # Any number becomes NaN when the bits of a NaN are set in it.
+        return times_power_of_two(grid, jnp.minimum(code, 254) - 127) | jnp.where(code == 255, NAN, 0)
     product = from_bits(grid) * blocks.spread(float_scale(block, tensor, recipe))
     pattern = to_bits(product)
     return jnp.where(pattern == INFINITY, LARGEST, pattern)

@@ -102,7 +102,7 @@ def test_types_of_gradients_are_those_of_the_operands():
 def test_a_training_loop_carries_the_scales_of_two_layers():
     """A linear regression through two layers, compiled as one scan: scales lag by one step, and the loss falls."""
     target = X @ W
-    steps, rate = 30, 2e-3
+    steps, rate = 40, 5e-3
 
     def loss_of(layers, scales, probes):
         h, first = delayed_dot(X, layers[0], scales[0], probes[0])

@@ -264,6 +264,10 @@ def test_what_is_refused():
         (lambda: dot(X, W, "nvfp4"), "needs key="),
         (lambda: dot(X, W, "mxfp8", key=jax.random.key(0)), "leave out key="),
         (lambda: GemmPolicy(fprop_x="e4m3"), "has no scales"),
+        (
+            lambda: GemmPolicy(wgrad_x=replace(RECIPES["fp8_tile"], block_shape=(128, 1))),
+            "across the axis that a product",
+        ),
         (lambda: GemmPolicy(fprop_w="fprop"), "counterpart in the forward pass"),
         (lambda: GemmPolicy(cache_x="fprop"), "leave out cache_x"),
         (lambda: GemmPolicy(fprop_x="mxfp8", wgrad_x="fprop", cache_x="bf16"), "lost to wgrad_x"),

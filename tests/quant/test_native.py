@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -117,7 +118,7 @@ def test_delayed_scales_multiply_the_same_codes(monkeypatch):
     emulated = run(False)
     for ours, theirs in zip(run(True), emulated, strict=True):  # on a CPU, the fallback
         np.testing.assert_array_equal(ours, theirs)
-    monkeypatch.setattr("repro.quant.delayed_dot.hardware_reason", lambda: None)
+    monkeypatch.setattr(sys.modules["repro.quant.delayed_dot"], "hardware_reason", lambda: None)
     close(run(True), emulated)
     codes = quantize(X, "fp8_delayed", scale=scales.x.scale()).codes
     assert codes.dtype == jnp.float8_e4m3fn
