@@ -480,11 +480,11 @@ def _natural(where: str, boundary: str, metric: str, smallest: float) -> Claim:
 
 
 def _analogue(where: str, boundary: str, smallest: float) -> Claim:
-    rule = lambda e: Greater("loss", _at(f"{e}_block", 1.0), _at(f"{e}_tile", 1.0), log=False, smallest=smallest)
+    rule = Greater("loss", _at("e2m1_block", 1.0), _at("e2m1_tile", 1.0), log=False, smallest=smallest)
     return _claim(
         f"{where}, E2M1", f"{where.capitalize()}, without any weight, E2M1 blocks cost at least {smallest:g} nats of text "
         "loss more than tiles (E2M1 stands for E4M3 at a larger model's imbalance: a scaled analogue).",
-        rule("e2m1"), Control("E4M3", rule("e4m3")), boundary=boundary,
+        rule, Control("arms exchanged", swapped(rule)), boundary=boundary,
     )  # fmt: skip
 
 
@@ -656,13 +656,12 @@ def checks(preset: DgradPreset):
 
 def derive(runs):
     """Where the imbalance starts, and by how much the error of gradients grows from the last layer to the first."""
-    for run in runs.select("none"):
+    for run in runs.select("none", point=weight_name(1.0)):
+        yield Run("start", run.seed, {"token_range": run.metrics["token_range_start"]})
         if "error_e2m1_tile_first" in run.metrics:
             for kind in ("tile", "block"):
                 first, last = (run.metrics[f"error_e2m1_{kind}_{where}"] for where in ("first", "last"))
                 yield Run(f"growth_{kind}", run.seed, {"growth": first / last})
-        if run.point == weight_name(1.0):
-            yield Run("start", run.seed, {"token_range": run.metrics["token_range_start"]})
 
 
 _WEIGHTS = tuple((weight_name(2.0**-k), 2.0**-k) for k in (0, 10, 12, 14, 16, 17, 18, 20))
@@ -711,7 +710,7 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=(
         "mechanism", "mechanism_of_tiles", "knee", "knee_of_max", "start", "growth_tile", "growth_block",
-        *(f"group_{e}_{kind}" for e in FORMATS_TRIED for kind in ("tile", "block")),
+        *(Arm(f"group_{e}_{kind}", f"{e.upper()} {kind}") for e in FORMATS_TRIED for kind in ("tile", "block")),
     ),
     figures=FIGURES,
 )  # fmt: skip

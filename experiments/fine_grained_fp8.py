@@ -163,9 +163,12 @@ EXPERIMENT = Experiment(
     presets=PRESETS,
     plan=plan,
     checks=checks,
-    check_arms=("worst_tile", "worst_tensor", *_ERRORS),
+    check_arms=(
+        "worst_tile", "worst_tensor",
+        *(Arm(f"{e}_{kind}", f"{e.upper()}, one scale per {kind}") for e in ("e4m3", "e5m2") for kind in ("tile", "tensor")),
+    ),
     figures=FIGURES,
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     from repro.cli import run_script

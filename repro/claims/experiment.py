@@ -83,7 +83,7 @@ class Experiment:
             far, so that a rate may be chosen on tuning seeds before test cells are asked for. None if nothing trains.
         checks: preset -> runs of deterministic checks, for M claims.
         derive: runs -> runs with metrics computed from others.
-        check_arms: arm names that only `checks` or `derive` produce.
+        check_arms: what only `checks` or `derive` produce: names, or an `Arm` with a label where a figure shows it.
         figures: what the report draws, in the report's own terms; no verdict depends on it.
 
     ReproError at construction if an arm or a claim stands twice, a claim is not in the ledger, a criterion reads an
@@ -99,11 +99,11 @@ class Experiment:
     plan: Plan | None = None
     checks: Callable[[Any], Iterable[Run]] | None = None
     derive: Callable[[Runs], Iterable[Run]] | None = None
-    check_arms: tuple[str, ...] = ()
+    check_arms: tuple[str | Arm, ...] = ()
     figures: tuple[Any, ...] = ()
 
     def __post_init__(self):
-        names = [arm.name for arm in self.arms] + list(self.check_arms)
+        names = self.names()
         _refuse_repeats(names, f"experiment {self.name}: arm")
         if not self.presets:
             raise ReproError(f"experiment {self.name} has no preset")
@@ -117,12 +117,21 @@ class Experiment:
         """The claims that a preset judges, in order."""
         return tuple(self.claims(preset) if callable(self.claims) else self.claims)
 
+    def labelled(self) -> tuple[Arm, ...]:
+        """The arms, and the check arms that have a label: all that a figure may show, in order."""
+        return (*self.arms, *(arm for arm in self.check_arms if isinstance(arm, Arm)))
+
+    def names(self) -> list[str]:
+        """The names of all arms and check arms."""
+        return [arm.name for arm in self.arms] + [a.name if isinstance(a, Arm) else a for a in self.check_arms]
+
     def arm(self, name: str) -> Arm:
-        """The arm of this name; ReproError if there is none."""
-        for arm in self.arms:
+        """The arm of this name, with a label; ReproError if there is none."""
+        for arm in self.labelled():
             if arm.name == name:
                 return arm
-        raise ReproError(f"experiment {self.name} has no arm {name!r}; there is {', '.join(a.name for a in self.arms)}")
+        known = ", ".join(arm.name for arm in self.labelled())
+        raise ReproError(f"experiment {self.name} has no arm {name!r}; there is {known}")
 
     def settings(self, cell: Cell) -> dict[str, Scalar]:
         """The settings to train a cell with: the arm's, overridden by the cell's."""
@@ -132,7 +141,7 @@ class Experiment:
         """Raise ReproError if this experiment cannot be judged under a preset, such as one changed by hand."""
         where = where or f"experiment {self.name}"
         claims = self.claims_for(preset)
-        known = {arm.name for arm in self.arms} | set(self.check_arms)
+        known = set(self.names())
         _refuse_repeats([claim.name for claim in claims], f"{where}: claim")
         for claim in claims:
             ledger_row(claim.id)
@@ -185,7 +194,8 @@ def gather(experiment: Experiment, preset: Any, train: Callable[[list[Cell]], It
             except StopIteration:
                 break
             for cell in cells:
-                experiment.arm(cell.arm)
+                if cell.arm not in {arm.name for arm in experiment.arms}:
+                    raise ReproError(f"the plan of {experiment.name} asks for {cell.arm!r}, and there is no arm {cell.arm!r} that trains")
                 for seed in cell.seeds:
                     if phase_of.setdefault(seed, cell.phase) != cell.phase:
                         raise ReproError(f"the plan of {experiment.name} uses seed {seed} for tuning and for the test")

@@ -68,7 +68,7 @@ def arm_style(experiment: Experiment, name: str) -> dict:
 
     ReproError if the experiment has no such arm.
     """
-    index = experiment.arms.index(experiment.arm(name))
+    index = experiment.labelled().index(experiment.arm(name))
     color = PALETTE[index % len(PALETTE)]
     return {
         "color": color,
