@@ -179,7 +179,7 @@ def rows() -> list[Row]:
         Row("NaN as E2M1, which has none, under jit", nan, "a NaN must not become a number", {
             "repro": lambda: jax.jit(lambda x: round_to(x, "e2m1"))(nan), "gfloat": lambda: gfloat_of("e2m1", [nan]),
             "ml_dtypes": lambda: ml_dtypes_of("float4_e2m1fn", np.float32(nan))}),
-        Row("2^-128 as E8M0, saturating", 2.0**-127, "gfloat encodes what is below the range as NaN (its issue 62)", e8m0(2.0**-128)),
+        Row("2^-128 as E8M0, saturating", 2.0**-127, "encoded as NaN by gfloat (its issue 62)", e8m0(2.0**-128)),
         Row("1.25 * 2^-127 as E8M0", 2.0**-127, "2^-127 is nearer", e8m0(1.25 * 2.0**-127)),
         Row("3 as E8M0, a tie", None, "up, or to the even code", e8m0(3.0)),
         Row("2.25 as E2M1, stochastic, mean of 4096", None, "2.25 expected; qwix ignores noise for float types", {
@@ -199,13 +199,14 @@ def rows() -> list[Row]:
         Row("MXFP4: of the blocks (6, 0.5) 2^k, k = -60 to 60, how many change", 0.0,
             "a power of two by `log2` and `2**`, which XLA computes inexactly", {
             "repro": kept_powers(lambda x: fake_quantize(x, replace(RECIPES["mxfp4"], scale_rule="rceil"))),
-            "qwix": kept_powers(lambda x: qwix_of("mxfp4", 32, x)), "torchao": kept_powers(lambda x: torchao_mx("e2m1", x)),
+            "qwix": kept_powers(lambda x: qwix_of("mxfp4", 32, x)),
+            "torchao": kept_powers(lambda x: torchao_mx("e2m1", x)),
             "gfloat": kept_powers(lambda x: gfloat_mx("e2m1", x))}),
         Row("MXFP8: infinity, 1 in a block", (nan, nan), "open in MX; a number hides the overflow",
             blocks("mxfp8", "e4m3", one_block(inf, 1), 2)),
         Row("MXFP8: NaN, 1 in a block", (nan, nan), "the scale of the block is NaN",
             blocks("mxfp8", "e4m3", one_block(nan, 1), 2)),
-        Row("MXFP8: 2^-120, 2^-121 in a block", (tiny, tiny / 2), "torchao misreads scale code 0; below a threshold qwix takes scale 1",
+        Row("MXFP8: 2^-120, 2^-121 in a block", (tiny, tiny / 2), "scale code 0 in torchao, a threshold in qwix",
             blocks("mxfp8", "e4m3", one_block(tiny, tiny / 2), 2)),
         Row("MXFP4, 40 columns", 1.0, "a last block of 8", {
             "repro": first(lambda x: fake_quantize(x, "mxfp4"), ragged, 1),

@@ -32,7 +32,7 @@ def qwix(recipe: str, x: jax.Array) -> Callable[[], object]:
 
 
 def torchao(recipe: str, x: jax.Array) -> Callable[[], object]:
-    """torchao's `to_mx`, which is all it has on a CPU: for the FP8 tile, MXFP8 in blocks of 32."""
+    """torchao's `to_mx`, run eagerly, which is all it has on a CPU: for the FP8 tile, MXFP8 in blocks of 32."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if importlib.util.find_spec(name) is None:
                 print(f"  {name} is not installed (pip install {name}) and is left out.")
                 continue
-            sides[f"{name} {version(name)}"] = build(recipe, x)
+            other = " (MXFP8)" if (name, recipe) == ("torchao", "fp8_tile") else ""
+            sides[f"{name} {version(name)}{other}"] = build(recipe, x)
         seconds = interleaved(sides, args.rounds)
         for name, values in seconds.items():
             print(f"  {name}: {spread(values, 'ms', 1e3, 1)}")

@@ -18,7 +18,7 @@ from repro.quant.rounding import round_to
 
 __all__ = [
     "Accumulator", "DelayedScale", "DelayedScales", "FORMATS", "Format", "GemmPolicy", "POLICIES", "PRECISIONS",
-    "Precision", "QTensor",
-    "RECIPES", "Recipe", "STATE_POLICIES", "StatePolicy", "accumulate", "decode", "delayed_dot", "dot", "encode",
-    "fake_quantize", "hadamard", "native_reason", "precision_of", "quantize", "round_to", "state_ledger", "storage_bits",
+    "Precision", "QTensor", "RECIPES", "Recipe", "STATE_POLICIES", "StatePolicy", "accumulate", "decode",
+    "delayed_dot", "dot", "encode", "fake_quantize", "hadamard", "native_reason", "precision_of", "quantize",
+    "round_to", "state_ledger", "storage_bits",
 ]  # fmt: skip

@@ -60,8 +60,10 @@ def restore(extended: jax.Array) -> jax.Array:
 
 
 def times_power_of_two(mag: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The magnitude times 2^exponent, for a magnitude that is zero or in [2^-126, 2^127], and an exponent in [-150, 127];
-    at most the largest float32."""
+    """The magnitude times 2^exponent, for a magnitude that is 0 or in [2^-126, 2^127] and an exponent in [-150, 127].
+
+    At most the largest float32.
+    """
     # Above this a sum would be read as NaN, or wrap to a negative number.
     largest = LARGEST - (jnp.maximum(exponent, 0) << 23)
     return jnp.where(mag == 0, 0, restore(jnp.minimum(mag, largest) + (exponent << 23)))

@@ -72,10 +72,10 @@ _AT_ONCE = 16
 
 
 def _largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """The maximum of non-negative integers over `axes`, ascending, in steps that XLA's CPU compiler makes fast loops of.
+    """The maximum of non-negative integers over `axes`, ascending, in steps that are fast loops on a CPU.
 
-    It fuses a short reduction with what comes before and vectorises it, but makes of a long one two more passes over
-    memory, and of one over an axis before the last that it cannot fuse a call for every element: ten times slower.
+    XLA's CPU compiler fuses a short reduction with what comes before and vectorises it, but makes of a long one two
+    more passes over memory, and of one over an axis before the last that it cannot fuse a call for every element.
     """
     untouched = True
     for axis in reversed(axes):

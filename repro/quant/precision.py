@@ -20,8 +20,8 @@ class Precision:
 
     `attention`: projections of queries, keys, values and outputs. `ffn`: gate, up and down. `embedding`: the table, in
     the format that the policy gives to weights, as it is looked up (the gradient passes straight through). `head`: the
-    output head. Softmax, norms, logits of attention and the loss are never quantised. Raises `ReproError` for an unknown
-    policy.
+    output head. Softmax, norms, logits of attention and the loss are never quantised. Raises `ReproError` for an
+    unknown policy.
     """
 
     attention: str = PLAIN

@@ -36,7 +36,8 @@ def test_scan_vmap_of_any_axis_and_jit_are_a_loop(name):
     call = functools.partial(fake_quantize, recipe=name)
     loop = np.stack([[call(x[i, j]) for j in range(5)] for i in range(3)])
     same(jax.vmap(jax.vmap(call))(x), loop)
-    same(jax.vmap(jax.vmap(call, in_axes=2, out_axes=2), in_axes=1, out_axes=1)(x.transpose(2, 0, 3, 1)), loop.transpose(2, 0, 3, 1))  # fmt: skip
+    moved = jax.vmap(jax.vmap(call, in_axes=2, out_axes=2), in_axes=1, out_axes=1)(x.transpose(2, 0, 3, 1))
+    same(moved, loop.transpose(2, 0, 3, 1))
     scanned = jax.lax.scan(lambda carry, part: (carry, jax.vmap(call)(part)), 0, x)[1]
     same(scanned, loop)
     same(jax.lax.map(jax.vmap(call), x), loop)
@@ -187,7 +188,8 @@ def test_a_dot_under_scan_vmap_and_remat_is_a_loop():
     loop = [jax.grad(loss, (0, 1))(x[i], w[i]) for i in range(3)]
     expected = [np.stack(parts) for parts in zip(*loop, strict=True)]
     for wrapped in (loss, jax.checkpoint(loss)):
-        for ours in (jax.vmap(jax.grad(wrapped, (0, 1)))(x, w), jax.lax.map(lambda a, f=wrapped: jax.grad(f, (0, 1))(*a), (x, w))):  # fmt: skip
+        gradient = jax.grad(wrapped, (0, 1))
+        for ours in (jax.vmap(gradient)(x, w), jax.lax.map(lambda pair, f=gradient: f(*pair), (x, w))):
             for one, other in zip(ours, expected, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
