@@ -76,6 +76,12 @@ def patterns(count, seed=0):
     return x
 
 
+def half_precision(dtype):
+    """Every number of a type of 16 bits, infinities included and NaNs left out."""
+    x = np.arange(2**16).astype(np.uint16).view(dtype).astype(np.float32)
+    return x[~np.isnan(x)]
+
+
 def reference(x, name, rounding="nearest_even"):
     """The rounding in float64, where the quotient by a power of two and its rounding to an integer are exact."""
     fmt = FORMATS[name]
@@ -93,7 +99,7 @@ def reference(x, name, rounding="nearest_even"):
 
 @pytest.mark.parametrize("name", GFLOAT)
 def test_agrees_with_gfloat(name):
-    x = np.concatenate([edges(name), patterns(100_000)])
+    x = np.concatenate([edges(name), patterns(30_000), *map(half_precision, (ml_dtypes.bfloat16, np.float16))])
     modes = {"nearest_even": gfloat.RoundMode.TiesToEven, "toward_zero": gfloat.RoundMode.TowardZero}
     for rounding, mode in modes.items():
         ours = round_to(x, name, rounding=rounding)
