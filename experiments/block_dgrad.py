@@ -547,6 +547,8 @@ class DgradPreset(Sweep):
     """Which claims: two domains with declared imbalance; a deep decoder on plain text; a text learned by heart."""
     weights: tuple[float, ...] = tuple(2.0**-k for k in (0, 10, 12, 14, 16, 17, 18, 20))
     """Loss weights of the quiet domain (powers of two) for exact, tile and block; 1 and 2^-18 must be among them."""
+    breadth: Literal["all", "core"] = "all"
+    """With core: only the harm and its absence under tiles, not the orders of tokens or the narrower formats."""
     octaves: int = 32
     """The mechanism is measured at scale ratios up to 2 to this power, in half octaves."""
 
@@ -583,9 +585,10 @@ def plan(preset: DgradPreset):
         for weight in preset.weights:
             for arm in ("none", "e4m3_tile", "e4m3_block"):
                 test(arm, weight)
-        for arm in (*REORDERED, "block_after_dispatch"):
+        core = preset.breadth == "core"
+        for arm in REORDERED[:1] if core else (*REORDERED, "block_after_dispatch"):
             test(arm, DECLARED)
-        for element, weight in DECLARED_OTHERS.items():
+        for element, weight in () if core else DECLARED_OTHERS.items():
             for kind in ("tile", "block"):
                 test(f"{element}_{kind}", weight)
                 test(f"{element}_{kind}")
@@ -689,7 +692,7 @@ PRESETS = {
         train=DgradConfig(
             steps=3, eval_windows=4, model=ModelConfig(vocab_size=TEXT + QUIET, layers=1, width=16, heads=1, ffn=16)
         ),
-        weights=(1.0, DECLARED), test_seeds=(0, 1), evidence=False,
+        weights=(1.0, DECLARED), breadth="core", test_seeds=(0, 1), evidence=False,
     ),
     "cpu": DgradPreset(),
     "cpu-deep": DgradPreset(question="deep", train=_PLAIN),

@@ -102,7 +102,7 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
 def write_job_events(folder: RunFolder, curves: list[pl.DataFrame]) -> None:
     """The TensorBoard files of the cells in the last of `curves`; earlier jobs may hold other seeds of them."""
     metrics = [name for name, kind in curves[-1].schema.items() if kind == pl.Float32]
-    of_cells = pl.concat(curves).join(curves[-1].select(CELL).unique(), on=CELL, how="semi")
+    of_cells = pl.concat(curves, how="diagonal").join(curves[-1].select(CELL).unique(), on=CELL, how="semi")
     write_events(folder.path / "tensorboard", of_cells, metrics)
 
 
@@ -212,7 +212,7 @@ def execute(
             watcher.computing()
         runs = gather(experiment, preset, run_cells)
         verdicts = decide_all(experiment.claims_for(preset), runs)
-        table = pl.concat(curves) if curves else no_curves()
+        table = pl.concat(curves, how="diagonal") if curves else no_curves()
         folder.write_results(runs, table)
         record = folder.read("run.json")
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - started, 1)

@@ -49,6 +49,9 @@ class TrainConfig:
     weight_decay: float = 0.0
     decay: Literal["coupled", "independent"] = "coupled"
     """Coupled: W shrinks by rate * decay per step. Independent: by schedule fraction * decay."""
+    weights: Literal["fp32", "bf16", "bf16_stochastic"] = "fp32"
+    """What weights are stored in between steps: float32, or bfloat16 after rounding to nearest or stochastically (there
+    is then no float32 copy; the optimizer's state stays float32)."""
     tau: float = math.inf
     """QK-Clip threshold; inf is off. Any finite value needs plain attention logits."""
     z_loss: float = 0.0
@@ -67,6 +70,8 @@ class TrainConfig:
                 raise ReproError(f"train.{name} is {getattr(self, name)}; it must be zero or positive, and finite.")
         if not 0 <= self.warmup < 1 or not 0 <= self.final_fraction <= 1:
             raise ReproError("train.warmup must lie in [0, 1) and train.final_fraction in [0, 1].")
+        if self.weights not in ("fp32", "bf16", "bf16_stochastic"):
+            raise ReproError(f"train.weights is {self.weights!r}; it must be fp32, bf16 or bf16_stochastic.")
         if not self.tau > 0:
             raise ReproError(f"train.tau is {self.tau}; it must be positive, or inf for no clip.")
         if math.isfinite(self.tau) and (self.model.qk_norm != "none" or self.model.soft_cap):

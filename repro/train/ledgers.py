@@ -32,7 +32,11 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
     ]
     rows = {
         "N1": {
-            "parameters": "float32", "activations": compute, "gradients": "float32", "optimizer state": "float32",
+            "parameters": {
+                "fp32": "float32", "bf16": "bfloat16, no float32 copy, rounded to nearest after each step",
+                "bf16_stochastic": "bfloat16, no float32 copy, rounded stochastically after each step",
+            }[config.weights],
+            "activations": compute, "gradients": "float32", "optimizer state": "float32",
             "attention logits and loss": "float32",
         },
         "N2": {"all other tensors": "no quantisation scale"},

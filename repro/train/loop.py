@@ -94,9 +94,9 @@ class Compiled:
         self._chunks[steps] = pool.submit(self._lowered(steps).compile)  # first, since it takes longest
         # Runs once, and random numbers take long to optimise: less than half the compile time, the same bits.
         quickly = {"xla_backend_optimization_level": 1}
-        self._init = pool.submit(init.lower(self._counts, seeds).compile, compiler_options=quickly)
+        self._init = _shared(pool, init.lower(self._counts, seeds), seats.mesh, compiler_options=quickly)
         evaluate = jax.jit(over(self.program.evaluate, shared=1))
-        self._evaluate = pool.submit(evaluate.lower(self._counts, self._state.params, windows).compile)
+        self._evaluate = _shared(pool, evaluate.lower(self._counts, self._state.params, windows), seats.mesh)
 
     @property
     def init(self) -> Callable[..., TrainState]:
@@ -134,6 +134,17 @@ class Compiled:
 
 
 _compiled: dict[Any, Compiled] = {}
+_programs: dict[Any, Future[Any]] = {}
+
+
+def _shared(pool: Executor, lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, **options: Any) -> Future[Any]:
+    """A program being compiled, once for all structures that differ in nothing that it contains."""
+    text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    optimised = not jax.config.read("jax_disable_most_optimizations")  # the one flag that the text does not show
+    key = text, lowered.in_tree, lowered.out_tree, mesh, str(options), optimised
+    if key not in _programs:
+        _programs[key] = pool.submit(lowered.compile, **options)
+    return _programs[key]
 
 
 def compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> Compiled:

@@ -13,6 +13,7 @@ import optax
 
 from repro.models import Output, abstract, declarations, init_and_apply
 from repro.optim import adamw, from_declarations, muon, qk_clip
+from repro.quant import round_to
 from repro.train.config import Numbers, TrainConfig
 from repro.train.schedule import fraction
 from repro.train.summary import summarise
@@ -42,12 +43,12 @@ def cross_entropy(logits_BTZ: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
     return jnp.mean(log_z_BT - chosen_BT), jnp.mean(log_z_BT**2)
 
 
-_NOISE = 0x6E6F6973
-"""Purpose of a key: noise of rounding, apart from initialisation, which uses the seed's own key."""
+_DOTS, _WEIGHTS = 0x6E6F6973, 0x77656967
+"""Purposes of keys: noise of quantised products, and of stored weights. Initialisation uses the seed's own key."""
 
 
-def _noise(state: TrainState) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(state.seed), _NOISE), state.step)
+def _noise(state: TrainState, purpose: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(state.seed), purpose), state.step)
 
 
 class Program:
@@ -73,6 +74,8 @@ class Program:
 
     def init(self, seed: jax.Array) -> TrainState:
         params = self._init_params(jax.random.key(seed))
+        if self.config.weights != "fp32":
+            params = jax.tree.map(lambda w: round_to(w, "bf16"), params)
         opt_state = self.optimizer(Numbers(1.0, 0.0, jnp.inf, 0.0), 1.0).init(params)
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32))
 
@@ -87,7 +90,7 @@ class Program:
     def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
         """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
         window_BT1 = window_BT1.astype(jnp.int32)
-        key = _noise(state) if self.config.model.dots.stochastic else None
+        key = _noise(state, _DOTS) if self.config.model.dots.stochastic else None
         grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss, key)
         tx = self.optimizer(numbers, fraction(self.config, state.step))
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -109,7 +112,22 @@ class Program:
             "update_norm": optax.tree.norm(updates),
             "head_logits": stats.max_logit,
         }
+        if self.config.weights != "fp32":
+            params = self._stored(params, state)
+            moved = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
+            metrics["retained"] = moved / metrics["update_norm"]
         return TrainState(params, opt_state, state.step + 1, state.seed), metrics
+
+    def _stored(self, params: Any, state: TrainState) -> Any:
+        """Weights as they are kept until the next step (stochastic: Gupta et al., arXiv 1502.02551, section 3.1)."""
+        if self.config.weights == "bf16":
+            return jax.tree.map(lambda w: round_to(w, "bf16"), params)
+        leaves, tree = jax.tree.flatten(params)
+        key = _noise(state, _WEIGHTS)
+        keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+        return jax.tree.unflatten(
+            tree, [round_to(w, "bf16", rounding="stochastic", key=k) for w, k in zip(leaves, keys, strict=True)]
+        )
 
     def evaluate(self, params: Any, windows_NT1: jax.Array) -> Metrics:
         """Cross entropy and largest logit over fixed windows."""

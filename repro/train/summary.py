@@ -26,7 +26,8 @@ def summarise(result: JobResult, taus: np.ndarray) -> list[dict[str, float]]:
     clipped_share_last, clipped_share_peak: share of (head, step) pairs above tau in the last tenth, and in the tenth
     where it was largest; clipped_heads_ever: share of heads that were above tau at least once.
     entropy_min: least attention entropy of a head in the last tenth, nats. activation_max: largest over all steps.
-    A run whose loss is not finite reports inf as its loss.
+    retained, where weights are stored in bfloat16: norm of what they moved by over the norm of the update, mean of all
+    steps. A run whose loss is not finite reports inf as its loss.
     """
     curves, final = result.curves, result.final
     steps, lanes = curves["loss"].shape
@@ -56,6 +57,8 @@ def summarise(result: JobResult, taus: np.ndarray) -> list[dict[str, float]]:
                 "activation_max": float(own["activation_max"].max()),
             }
         )
+        if "retained" in own:
+            rows[-1]["retained"] = float(own["retained"].mean())
     return rows
 
 

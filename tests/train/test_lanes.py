@@ -94,6 +94,18 @@ def test_numbers_are_data(tiny, kjv, quick_compile):
     assert not loop.is_compiled(dataclasses.replace(tiny, batch_size=3), Seats(1, lane_mesh()), kjv)
 
 
+def test_structures_share_the_programs_that_they_have_in_common(tiny, kjv, quick_compile):
+    seats = Seats(2, lane_mesh())
+    one, other, third = (
+        loop.compiled(c, seats, kjv)
+        for c in (tiny, dataclasses.replace(tiny, schedule="constant"), dataclasses.replace(tiny, eval_windows=2))
+    )
+    assert one.init is other.init is third.init and one.evaluate is other.evaluate
+    assert one.evaluate is not third.evaluate
+    length = loop.steps_per_chunk(tiny, lane_mesh())
+    assert one.chunk(length) is not other.chunk(length)
+
+
 def test_a_result_survives_later_jobs(tiny, kjv, quick_compile):
     """States are donated from chunk to chunk; nothing that was handed out may lie in that memory."""
     chunks = []

@@ -78,7 +78,7 @@ def test_structure_leaves_out_the_numbers_and_nothing_else():
     others = {f.name for f in dataclasses.fields(config)} - set(NUMERIC)
     values = {
         "model": ModelConfig(layers=1), "length": 8, "batch_size": 2, "steps": 5, "optimizer": "adamw", "warmup": 0.5,
-        "schedule": "constant", "final_fraction": 0.0, "decay": "independent", "eval_windows": 3,
+        "schedule": "constant", "final_fraction": 0.0, "decay": "independent", "eval_windows": 3, "weights": "bf16",
     }  # fmt: skip
     assert set(values) == others
     for name, value in values.items():
