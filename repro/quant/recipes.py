@@ -79,6 +79,11 @@ class Recipe:
                 f"{self.tensor_scale!r} has no meaning; it takes 'e8m0' and None for a power of two, 'fp32' and None "
                 "otherwise, or 'e4m3' and a tensor scale with the rule 'amax'."
             )
+        if self.tensor_scale == "amax" and format_of(self.element).max < 4:
+            raise ReproError(
+                f"Block scales of {self.element} under a tensor scale can exceed 2^126, and their reciprocals are then "
+                "no normal float32; elements must reach 4, as those of e2m1 do."
+            )
         if self.scale_rule == "amax" and not self.amax_floor >= SMALLEST_FLOOR:
             raise ReproError(f"amax_floor {self.amax_floor} is too small; the rule 'amax' needs at least 2^-80.")
         if not 0 <= self.amax_floor < float("inf"):

@@ -394,6 +394,7 @@ def test_what_is_refused():
         (lambda: replace(RECIPES["fp8_tile"], amax_floor=0.0), "at least 2"),
         (lambda: replace(RECIPES["fp8_delayed"], amax_floor=1.0), "block_shape None"),
         (lambda: replace(RECIPES["nf4"], rounding="stochastic"), "is a table"),
+        (lambda: replace(RECIPES["nvfp4"], element="int4"), "must reach 4"),
         (lambda: quantize(x, replace(RECIPES["fp8_delayed"], element="e2m1"), scale=1.0), "has no NaN"),
     ]  # fmt: skip
     for call, message in cases:
