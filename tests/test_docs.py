@@ -21,6 +21,18 @@ def test_the_example_of_a_new_claim_is_short_and_runs(tmp_path, monkeypatch, cap
     assert main(["verdict", "runs/decay-and-logits-smoke", "--check"]) == 0
 
 
+def test_the_example_that_only_computes_is_short_and_runs(tmp_path, monkeypatch, capsys):
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add-a-claim.md").read_text(), re.S)[1]
+    assert len(code.splitlines()) < 40
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "outlier_next_door.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "outlier-next-door", "--preset", "smoke"]) == 0
+    assert "FP-5 (next door)" in capsys.readouterr().out
+    assert main(["verdict", "runs/outlier-next-door-smoke", "--check"]) == 0
+    assert {p.stem for p in (tmp_path / "runs/outlier-next-door-smoke/figures").iterdir()} >= {"dose", "heat"}
+
+
 def test_relative_links_lead_somewhere():
     pages = [
         *ROOT.glob("*.md"),
