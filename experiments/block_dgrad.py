@@ -24,7 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from repro.claims import (
-    All, Arm, AtLeast, Cell, Claim, Control, Experiment, Greater, NonInferior, Run, Within, swapped,
+    All,
+    Arm,
+    AtLeast,
+    Cell,
+    Claim,
+    Control,
+    Experiment,
+    Greater,
+    NonInferior,
+    Run,
+    Within,
+    swapped,
 )  # fmt: skip
 from repro.errors import ReproError
 from repro.models import ModelConfig, rope

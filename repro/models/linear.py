@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from repro.models.config import ModelConfig
-from repro.quant import dot, fake_quantize, round_to
-from repro.quant.rounding import as_float32
+from repro.quant import dot
 
 
 def linear(
@@ -27,17 +26,6 @@ def linear(
     x = x.reshape(*x.shape[: x.ndim - inputs], size)
     y = dot(x, w.reshape(size, *w.shape[inputs:]), policy, key=key if policy.stochastic else None)
     return y.astype(x.dtype)
-
-
-def stored(table_ZD: jax.Array, config: ModelConfig) -> jax.Array:
-    """The embedding table in the format in which its policy keeps weights, blocks along D; gradients pass through."""
-    policy = config.dots.policy("embedding")
-    if policy is None or policy.fprop_w is None:
-        return table_ZD
-    if policy.fprop_w in ("bf16", "fp16"):
-        table_ZD = as_float32(table_ZD)
-        return table_ZD + jax.lax.stop_gradient(round_to(table_ZD, policy.fprop_w) - table_ZD)
-    return fake_quantize(table_ZD, policy.fprop_w)
 
 
 def folded(key: jax.Array | None, number: int | jax.Array) -> jax.Array | None:

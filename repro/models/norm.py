@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.parameter import parameter
+from repro.quant import GemmPolicy, stored
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
@@ -22,11 +23,11 @@ def layer_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm with a learnable gain [D]."""
+    """RMSNorm with a learnable gain [D], kept in the format that `policy` gives to weights."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, policy: GemmPolicy | None = None) -> None:
         self.gain = parameter(jnp.ones(width, jnp.float32), "norm")
-        self.eps = eps
+        self.eps, self.policy = eps, policy
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.gain[...], self.eps)
+        return rms_norm(x, stored(self.gain[...], self.policy), self.eps)

@@ -12,10 +12,11 @@ from flax import nnx
 from repro.models.attention import MultiHeadAttention
 from repro.models.config import ModelConfig
 from repro.models.ffn import DenseFFN
-from repro.models.linear import folded, linear, stored
-from repro.models.norm import RMSNorm, rms_norm
+from repro.models.linear import folded, linear
+from repro.models.norm import RMSNorm
 from repro.models.output import Output, Stats
 from repro.models.parameter import normal, parameter
+from repro.quant import stored
 
 _UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
 
@@ -24,9 +25,9 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention_norm = RMSNorm(config.width, config.norm_eps, config.dots.policy("norm"))
         self.attention = MultiHeadAttention(config, rngs=rngs)
-        self.ffn_norm = RMSNorm(config.width, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.width, config.norm_eps, config.dots.policy("norm"))
         self.ffn = DenseFFN(config, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Stats]:
@@ -51,7 +52,7 @@ class Transformer(nnx.Module):
         self.embedding_ZD = parameter(normal(rngs.params(), (Z, D), 1), "embedding")
         make_block = nnx.vmap(lambda r: Block(config, rngs=r), in_axes=0, out_axes=0)
         self.blocks = make_block(rngs.split(config.layers))
-        self.final_norm = RMSNorm(D, config.norm_eps)
+        self.final_norm = RMSNorm(D, config.norm_eps, config.dots.policy("norm"))
         self.head_DZ = parameter(normal(rngs.params(), (D, Z), D), "head")
 
     def __call__(self, tokens_BT: jax.Array, *, hidden: bool = False, key: jax.Array | None = None) -> Output:
@@ -69,11 +70,11 @@ class Transformer(nnx.Module):
             return x_BTD, (stats, x_BTD if hidden else None)
 
         layers = layers, jnp.arange(1, config.layers + 1)
-        embedded_BTD = stored(self.embedding_ZD[...], config)[tokens_BT].astype(dtype)
+        embedded_BTD = stored(self.embedding_ZD[...], config.dots.policy("embedding"))[tokens_BT].astype(dtype)
         unroll = config.layers if config.layers <= _UNROLL_UP_TO else 1
         body = jax.checkpoint(body) if config.remat else body
         last_BTD, (stats, states_LBTD) = jax.lax.scan(body, embedded_BTD, layers, unroll=unroll)
-        final_BTD = rms_norm(last_BTD, self.final_norm.gain[...], config.norm_eps)
+        final_BTD = self.final_norm(last_BTD)
         head_DZ = self.head_DZ[...]
         if config.dots.policy("head") is None:
             logits_BTZ = jnp.einsum("btd,dz->btz", final_BTD, head_DZ.astype(dtype), preferred_element_type=jnp.float32)

@@ -11,7 +11,7 @@ from repro.quant.hadamard import hadamard
 from repro.quant.ledger import STATE_POLICIES, StatePolicy, state_ledger, storage_bits
 from repro.quant.native import native_reason
 from repro.quant.policies import POLICIES, GemmPolicy
-from repro.quant.precision import PRECISIONS, Precision, precision_of
+from repro.quant.precision import PRECISIONS, Precision, precision_of, stored
 from repro.quant.qtensor import QTensor, quantize
 from repro.quant.recipes import RECIPES, Recipe
 from repro.quant.rounding import round_to
@@ -20,5 +20,5 @@ __all__ = [
     "Accumulator", "DelayedScale", "DelayedScales", "FORMATS", "Format", "GemmPolicy", "POLICIES", "PRECISIONS",
     "Precision", "QTensor", "RECIPES", "Recipe", "STATE_POLICIES", "StatePolicy", "accumulate", "decode",
     "delayed_dot", "dot", "encode", "fake_quantize", "hadamard", "native_reason", "precision_of", "quantize",
-    "round_to", "state_ledger", "storage_bits",
+    "round_to", "state_ledger", "storage_bits", "stored",
 ]  # fmt: skip

@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import jax
+
 from repro.errors import ReproError
+from repro.quant.fake import fake_quantize
 from repro.quant.policies import POLICIES, GemmPolicy, policy_of
 from repro.quant.recipes import recipe_of
+from repro.quant.rounding import as_float32, round_to
 
 PLAIN = "plain"
 """Not quantised: a product in the model's own compute type."""
@@ -28,6 +32,7 @@ class Precision:
     ffn: str = PLAIN
     embedding: str = PLAIN
     head: str = PLAIN
+    norm: str = PLAIN
 
     def __post_init__(self) -> None:
         for name in self.roles().values():
@@ -87,6 +92,16 @@ def precision_of(text: str) -> Precision:
             )
         chosen[role] = policy
     return Precision(**chosen)
+
+
+def stored(w: jax.Array, policy: GemmPolicy | None) -> jax.Array:
+    """`w` [..., D] in the format in which a policy keeps weights, blocks along the last axis; straight-through gradient."""
+    if policy is None or policy.fprop_w is None:
+        return w
+    if policy.fprop_w in ("bf16", "fp16"):
+        w = as_float32(w)
+        return w + jax.lax.stop_gradient(round_to(w, policy.fprop_w) - w)
+    return fake_quantize(w, policy.fprop_w)
 
 
 def operand_words(operand: object) -> str:

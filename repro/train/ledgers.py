@@ -88,12 +88,12 @@ def _quantised(model: ModelConfig) -> dict[str, dict[str, str]]:
             "Dgrad": (policy.dgrad_dy, policy.dgrad_w),
             "Wgrad": (policy.wgrad_x, policy.wgrad_dy),
         }
-        if role == "embedding":
-            products = {"looked up": (policy.fprop_w,)}
+        if role in ("embedding", "norm"):
+            products = {"kept as": (policy.fprop_w,)}
         rows["N1"][f"{role} operands"] = f"policy {name}"
         for product, operands in products.items():
             rows["N2"][f"{role}, {product}"] = " times ".join(map(operand_words, operands))
-        if role == "embedding":
+        if role in ("embedding", "norm"):
             continue
         rows["N3"][role] = _where(policy)
         rows["N4"][role] = "float32" if policy.accumulator is None else str(policy.accumulator)

@@ -9,8 +9,8 @@ import pytest
 
 from repro.errors import ReproError
 from repro.models import ModelConfig, init_and_apply
-from repro.models.linear import linear, stored
-from repro.quant import POLICIES, PRECISIONS, dot, fake_quantize, precision_of
+from repro.models.linear import linear
+from repro.quant import POLICIES, PRECISIONS, dot, fake_quantize, precision_of, stored
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -49,15 +49,30 @@ def test_a_linear_layer_is_the_dot_of_its_role():
     )
 
 
-def test_the_embedding_is_looked_up_in_its_format():
+def test_what_is_stored_has_its_format_and_a_straight_gradient():
     table = jax.random.normal(jax.random.key(0), (32, 32))
-    np.testing.assert_array_equal(stored(table, config("embedding=mxfp4_w")), fake_quantize(table, "mxfp4"))
-    np.testing.assert_array_equal(
-        stored(table, config("embedding=bf16")), table.astype(jnp.bfloat16).astype(jnp.float32)
-    )
+    np.testing.assert_array_equal(stored(table, POLICIES["mxfp4_w"]), fake_quantize(table, "mxfp4"))
+    np.testing.assert_array_equal(stored(table, POLICIES["bf16"]), table.astype(jnp.bfloat16).astype(jnp.float32))
     for policy in ("mxfp4_w", "bf16"):
-        gradient = jax.grad(lambda t, p=policy: (3 * stored(t, config(f"embedding={p}"))).sum())(table)
+        gradient = jax.grad(lambda t, p=policy: (3 * stored(t, POLICIES[p])).sum())(table)
         np.testing.assert_array_equal(gradient, np.full_like(table, 3))
+
+
+def test_gains_are_quantised_where_the_norm_role_says_so(plain):
+    """Gains of 0.97 all become 0.875, the largest E4M3 value below 1, so logits are those of a model with 0.875."""
+    logits = {}
+    for precision, gain in (("norm=mxfp8", 0.97), ("plain", 0.875), ("plain", 0.97)):
+        init, apply = init_and_apply(config(precision))
+        params = init(jax.random.key(0))
+        gains = {
+            n: jax.tree.map(lambda g, v=gain: jnp.full_like(g, v), params["blocks"][n])
+            for n in ("attention_norm", "ffn_norm")
+        }
+        params = {**params, "blocks": {**params["blocks"], **gains}}
+        params["final_norm"] = jax.tree.map(lambda g, v=gain: jnp.full_like(g, v), params["final_norm"])
+        logits[precision, gain] = np.asarray(apply(params, TOKENS).logits)
+    np.testing.assert_allclose(logits["norm=mxfp8", 0.97], logits["plain", 0.875], rtol=1e-5, atol=1e-6)
+    assert np.abs(logits["plain", 0.97] - logits["plain", 0.875]).max() > 0.01
 
 
 @pytest.mark.parametrize("role", ["attention", "ffn", "embedding", "head"])
@@ -97,7 +112,7 @@ def test_layers_draw_noise_of_their_own():
 
 def test_names_and_roles():
     assert precision_of("ffn=mxfp4, head=bf16").roles() == {
-        "attention": "plain", "ffn": "mxfp4", "embedding": "plain", "head": "bf16"
+        "attention": "plain", "ffn": "mxfp4", "embedding": "plain", "head": "bf16", "norm": "plain"
     }  # fmt: skip
     assert {"plain", "bf16", "v3", "mxfp8", "mxfp4_w", "nvfp4", "k3_qat"} <= set(PRECISIONS)
     assert all(name in POLICIES for p in PRECISIONS.values() for name in p.roles().values() if name != "plain")
