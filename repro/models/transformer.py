@@ -16,7 +16,7 @@ from repro.models.linear import folded, linear
 from repro.models.norm import RMSNorm
 from repro.models.output import Output, Stats
 from repro.models.parameter import normal, parameter
-from repro.quant import stored
+from repro.quant import Precision, stored
 
 _UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
 
@@ -71,7 +71,8 @@ class Transformer(nnx.Module):
 
         layers = layers, jnp.arange(1, config.layers + 1)
         embedded_BTD = stored(self.embedding_ZD[...], config.dots.policy("embedding"))[tokens_BT].astype(dtype)
-        unroll = config.layers if config.layers <= _UNROLL_UP_TO else 1
+        # Quantised layers take long to compile, and gain nothing from it.
+        unroll = config.layers if config.layers <= _UNROLL_UP_TO and config.dots == Precision() else 1
         body = jax.checkpoint(body) if config.remat else body
         last_BTD, (stats, states_LBTD) = jax.lax.scan(body, embedded_BTD, layers, unroll=unroll)
         final_BTD = self.final_norm(last_BTD)

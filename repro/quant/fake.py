@@ -34,8 +34,7 @@ def fake_quantize(
 
 @functools.partial(jax.jit, static_argnames=("recipe", "axis", "clip_gradient"))
 def _forward(x, words, scale, recipe, axis, clip_gradient):
-    x_hat, within = dequantized(x, words, scale, recipe, axis)
-    return x_hat, within if clip_gradient else None
+    return dequantized(x, words, scale, recipe, axis, clip_gradient)
 
 
 @jax.custom_jvp

@@ -176,8 +176,10 @@ def _dequantize(q: QTensor) -> jax.Array:
     return blocks.unview(from_bits(mag | (pattern & SIGN)))
 
 
-def dequantized(x, words, scale, recipe: Recipe, axis: int) -> tuple[jax.Array, jax.Array]:
-    """x_hat without the codes, in one pass over x after that for the scales; and where x did not saturate."""
+def dequantized(
+    x, words, scale, recipe: Recipe, axis: int, where_kept: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """x_hat without the codes, in one pass over x after that for the scales; if asked, where x did not saturate."""
     blocks = blocks_of(x.shape, recipe, axis)
     view = blocks.view(x)
     element = FORMATS[recipe.element]
@@ -189,6 +191,9 @@ def dequantized(x, words, scale, recipe: Recipe, axis: int) -> tuple[jax.Array, 
     elif element.fixed_point:
         sign = jnp.where(grid == 0, 0, sign)
     mag = rescale(grid, scales.block, scales.tensor, recipe, blocks)
+    x_hat = blocks.unview(from_bits(mag | sign))
+    if not where_kept:
+        return x_hat, None
     largest = blocks.spread(jnp.full(blocks.counts, pattern_of(element.max), jnp.int32))
     within = magnitude(view) <= rescale(largest, scales.block, scales.tensor, recipe, blocks)
-    return blocks.unview(from_bits(mag | sign)), blocks.unview(within)
+    return x_hat, blocks.unview(within)
