@@ -335,7 +335,8 @@ class DgradProgram(Program):
     def scalars(result: JobResult, configs: list[TrainConfig]) -> list[dict[str, float]]:
         """loss, quiet_loss: held-out cross entropy at the end; train_loss: text, last tenth of the steps; token_range:
         octaves between the loudest and the quietest token of a group of 128, largest layer, last tenth (largest and, as
-        token_spread, median over tokens); token_range_start: the same in the first ten steps."""
+        token_spread, median over tokens; a token without a gradient, such as one whose target is not predicted, counts as
+        123 octaves below one of amax 1); token_range_start: the same in the first ten steps."""
         curves, end = result.curves, max(1, len(result.curves["loss"]) // 10)
         rows = []
         for lane in range(len(configs)):
@@ -524,6 +525,8 @@ def _growth() -> Claim:
 def claims(preset: "DgradPreset") -> tuple[Claim, ...]:
     if preset.question == "declared":
         where = "two domains at equal weight"
+        if preset.breadth == "core":
+            return (*MECHANISM, *_declared()[:2], _natural(where, SMALL, "loss", 0.01))
         return (
             *MECHANISM,
             *_declared(),
@@ -690,7 +693,7 @@ FIGURES = (
     Curve("quiet_loss", "quiet_loss", "Quiet domain at weight 2^-18", "loss (nats per token)",
           arms=("none", "e4m3_tile", "e4m3_block", *REORDERED, "block_after_dispatch"), point=weight_name(DECLARED)),
     Curve("loss", "loss", "Text without a weight", "loss (nats per byte)", point=weight_name(1.0), smooth=20, start=50),
-    Curve("token_range", "token_range", "Largest spread of token gradients in a group of 128", "octaves",
+    Curve("token_spread", "token_spread", "How far the median token is below the loudest of its group of 128", "octaves",
           point=weight_name(1.0), smooth=20, line=14.0, line_label="E4M3 blocks begin to fail"),
     Effects("effects", "Effects of all claims about training"),
 )  # fmt: skip

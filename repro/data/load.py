@@ -43,7 +43,7 @@ def load_corpus(spec, *, vocab_size=None):
     if spec == "kjv":
         return load_kjv(vocab_size)
     if kind == "kjv" and colon:
-        return load_kjv(vocab_size, int(argument) if argument.isascii() and argument.isdigit() else 0)
+        return load_kjv(vocab_size, _bytes(argument))
     if kind == "mkv2":
         return load_mkv2(_seed(argument) if colon else 0, vocab_size)
     if colon and kind in _FILE_LOADERS:
@@ -57,6 +57,12 @@ def load_corpus(spec, *, vocab_size=None):
             f'{spec} may hold bytes or token ids: write "nanogpt:{spec}", "llmc:{spec}" or "text:{spec}" to say which.'
         )
     return load_text(spec, vocab_size)
+
+
+def _bytes(argument):
+    if not (argument.isascii() and argument.isdigit()):
+        raise ReproError(f'The number of bytes in "kjv:{argument}" must be a whole number.')
+    return int(argument)
 
 
 def _seed(argument):

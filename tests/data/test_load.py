@@ -1,18 +1,33 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from repro.data import KINDS, load_corpus
 from repro.errors import ReproError
 
 
-@pytest.mark.parametrize("spec", ["", "shakespeare", "kjv:", "kjv:1", "KJV", "parquet:x.parquet", "no/such/file.txt"])
+@pytest.mark.parametrize("spec", ["", "shakespeare", "KJV", "parquet:x.parquet", "no/such/file.txt"])
 def test_an_unknown_name_lists_the_kinds(spec):
     with pytest.raises(ReproError) as error:
         load_corpus(spec)
     assert f"There is no corpus or file {spec!r}" in str(error.value)
     assert all(kind in str(error.value) for kind in KINDS)
+
+
+def test_the_beginning_of_the_bible_keeps_its_validation_split():
+    whole, first = load_corpus("kjv"), load_corpus("kjv:500")
+    assert first.name == "kjv:500" and first.validation_start == 500 and first.sha256 != whole.sha256
+    np.testing.assert_array_equal(first.tokens[:500], whole.tokens[:500])
+    np.testing.assert_array_equal(first.validation(7, 30), whole.validation(7, 30))
+    assert first.batch(0, 0, batch_size=50, length=400).max() == first.tokens[:500].max()
+
+
+@pytest.mark.parametrize("spec", ["kjv:", "kjv:many", "kjv:0", "kjv:9999999", "kjv:-3"])
+def test_a_beginning_that_is_none(spec):
+    with pytest.raises(ReproError, match="whole number"):
+        load_corpus(spec)
 
 
 def test_a_bare_bin_file_must_say_what_it_is(tmp_path):

@@ -89,24 +89,31 @@ def test_a_policy_of_the_backward_pass_leaves_the_forward_pass_alone(plain):
     assert np.abs(grads["embedding_ZD"] - plain[1]["embedding_ZD"]).max() > 1e-3
 
 
-def test_noise_needs_a_key_and_follows_it():
-    one, again, other = (results("nvfp4", jax.random.key(k))[1] for k in (1, 1, 2))
+@pytest.fixture(scope="module")
+def noisy():
+    """Gradients of a model with noise in one role, as a compiled function of parameters and key."""
+    init, apply = init_and_apply(config("ffn=nvfp4"))
+    loss = lambda params, key: jnp.sin(apply(params, TOKENS, key=key).logits).sum()
+    return init(jax.random.key(0)), jax.jit(jax.grad(loss)), loss
+
+
+def test_noise_needs_a_key_and_follows_it(noisy):
+    params, gradient, loss = noisy
+    one, again, other = (gradient(params, jax.random.key(k)) for k in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, one, again)
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), one, other)))
     with pytest.raises(ReproError, match="key="):
-        results("nvfp4")
+        loss(params, None)
 
 
-def test_layers_draw_noise_of_their_own():
+def test_layers_draw_noise_of_their_own(noisy):
     """Two layers with equal weights and inputs round differently: the key is folded with the layer."""
-    init, apply = init_and_apply(config("nvfp4"))
-    params = init(jax.random.key(0))
-    params["blocks"] = jax.tree.map(lambda w: jnp.stack([w[0], w[0]]), params["blocks"])
+    params, gradient, _ = noisy
+    params = {**params, "blocks": jax.tree.map(lambda w: jnp.stack([w[0], w[0]]), params["blocks"])}
     # Without a residual contribution both layers see the same input and the same gradient.
     params["blocks"]["ffn"]["down_FD"] *= 0
     params["blocks"]["attention"]["o_HVD"] *= 0
-    grads = jax.grad(lambda p: jnp.sin(apply(p, TOKENS, key=jax.random.key(3)).logits).sum())(params)
-    down = grads["blocks"]["ffn"]["down_FD"]
+    down = gradient(params, jax.random.key(3))["blocks"]["ffn"]["down_FD"]
     assert np.abs(down[0] - down[1]).max() > 0.01 * np.abs(down).max()
 
 
