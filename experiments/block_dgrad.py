@@ -727,7 +727,7 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=(
         "mechanism", "mechanism_of_tiles", "knee", "knee_of_max", "start", "growth_tile", "growth_block",
-        *(Arm(f"group_{e}_{kind}", f"{e.upper()} {kind}") for e in FORMATS_TRIED for kind in ("tile", "block")),
+        *(Arm(f"group_{e}_{kind}", f"{e.upper()} {kind}") for kind in ("block", "tile") for e in FORMATS_TRIED),
     ),
     figures=FIGURES,
 )  # fmt: skip

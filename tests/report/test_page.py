@@ -124,6 +124,7 @@ def test_hostile_names_stay_text(page, experiment, verdicts):
     own = (dataclasses.replace(verdicts[0], variant=nasty), *verdicts[1:])
     text = page(experiment=hostile, verdicts=own, record=RECORD | {"corpus": {nasty: nasty}})
     assert "<script" not in text and "\n# h" not in text and " `c`" not in text
+    previous = ""
     for line in text.splitlines():
         if line.startswith("| "):
             cells = len(re.findall(r"(?<!\\)\|", line))
