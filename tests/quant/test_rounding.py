@@ -109,6 +109,15 @@ def test_agrees_with_gfloat(name):
             same(round_to(x, name, rounding=rounding, overflow="ieee"), theirs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GFLOAT)
+def test_agrees_with_gfloat_on_a_million_patterns(name):
+    """A million for each format, since gfloat takes a few seconds for so many."""
+    x = patterns(1_000_000, seed=50)
+    theirs = gfloat.round_ndarray(GFLOAT[name], x.astype(np.float64), gfloat.RoundMode.TiesToEven, sat=True)
+    same(round_to(x, name), theirs)
+
+
 def against_ml_dtypes(name, x):
     with np.errstate(over="ignore", invalid="ignore"):
         theirs = x.astype(np.float32).astype(ML_DTYPES[name]).astype(np.float32)
