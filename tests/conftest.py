@@ -26,14 +26,22 @@ def pytest_configure(config):
 def _quickly():
     import jax
 
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
 def quick_compile():
     """Programs compiled with few optimisations: a third of the time, for tests of everything but the compiler."""
+    with _quickly():
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_compile_module():
+    """`quick_compile` for a whole module, so that it holds for fixtures of that scope too."""
     with _quickly():
         yield
 

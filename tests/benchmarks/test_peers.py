@@ -24,20 +24,14 @@ def script(name: str):
     return importlib.import_module(name)
 
 
+# Compilation is all that takes time here, and what is checked does not depend on how fast the programs run.
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 # Muon for the matrices, AdamW for all else: one structure, so that the engine is compiled once.
 TINY = TrainConfig(
     model=ModelConfig(layers=2, width=16, heads=2, ffn=24), length=12, batch_size=3, steps=STEPS, eval_windows=4,
     optimizer="muon", learning_rate=0.03, weight_decay=0.1, tau=2.0, warmup=0.5,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Compilation is all that takes time here, and what is checked does not depend on how fast the programs run."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

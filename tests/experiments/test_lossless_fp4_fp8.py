@@ -4,13 +4,14 @@ import dataclasses
 import sys
 from fractions import Fraction
 
-import jax
 import numpy as np
 import pytest
 
 from repro import catalogue
 from repro.claims import decide_all, gather
 from repro.errors import ReproError
+
+pytestmark = pytest.mark.usefixtures("quick_compile_module")
 
 EXPERIMENT = catalogue.load("lossless-fp4-fp8")
 M = sys.modules["repro.experiments.lossless_fp4_fp8"]
@@ -30,13 +31,6 @@ def in_e4m3(value):
 def _floor_log2(value):
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     return exponent if Fraction(2) ** exponent <= value else exponent - 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly_compiled():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import sys
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,16 +13,11 @@ from repro.claims import decide_all, gather
 from repro.errors import ReproError
 from repro.quant import FORMATS, RECIPES, quantize
 
+pytestmark = pytest.mark.usefixtures("quick_compile_module")
+
 EXPERIMENT = catalogue.load("outlier-scaling")
 M = sys.modules["repro.experiments.outlier_scaling"]
 SMOKE = EXPERIMENT.presets["smoke"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly_compiled():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

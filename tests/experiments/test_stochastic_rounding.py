@@ -14,16 +14,11 @@ from repro import catalogue
 from repro.claims import decide_all, gather
 from repro.errors import ReproError
 
+pytestmark = pytest.mark.usefixtures("quick_compile_module")
+
 EXPERIMENT = catalogue.load("stochastic-rounding")
 M = sys.modules["repro.experiments.stochastic_rounding"]
 SMOKE = EXPERIMENT.presets["smoke"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly_compiled():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
