@@ -93,12 +93,9 @@ FIGURES = (
 
 _CPU = WeightsPreset()
 PRESETS = {
-    "smoke": dataclasses.replace(
-        _CPU, train=dataclasses.replace(_CPU.train, steps=3, eval_windows=4), sizes=("w32",), test_seeds=(0, 1),
-        evidence=False,
-    ),
+    "smoke": _CPU.quick_look(),
     "cpu": _CPU,
-}  # fmt: skip
+}
 
 EXPERIMENT = Experiment(
     name="bf16-weights",

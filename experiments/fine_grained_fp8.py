@@ -147,12 +147,7 @@ FIGURES = (
 
 _CPU = PrecisionPreset()
 PRESETS = {
-    "smoke": PrecisionPreset(
-        train=dataclasses.replace(_CPU.train, steps=3, eval_windows=4),
-        sizes=("w32",),
-        test_seeds=(0, 1),
-        evidence=False,
-    ),
+    "smoke": _CPU.quick_look(),
     "cpu": _CPU,
     "cpu-sizes": dataclasses.replace(_CPU, sizes=("w32", "w128")),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Self
 
 from repro.errors import ReproError
 from repro.train.config import TrainConfig, at_size
@@ -38,6 +38,11 @@ class Sweep:
     def all_sizes(self) -> tuple[str, ...]:
         """Every size that something is trained at, once."""
         return tuple(dict.fromkeys(self.sizes))
+
+    def quick_look(self) -> Self:
+        """The same sweep in a few steps, at the smallest size and on two seeds: whether it runs, and no evidence."""
+        train = dataclasses.replace(self.train, steps=3, eval_windows=4)
+        return dataclasses.replace(self, train=train, sizes=("w32",), test_seeds=(0, 1), evidence=False)
 
     def config(self, size: str) -> TrainConfig:
         """The shared training settings at one size."""
