@@ -1,7 +1,7 @@
 """Parameters that say what they are.
 
 Every parameter declares its `role` and the meaning of each of its axes, so that an optimizer, a weight-clip or a
-mesh never has to guess from a shape. Roles: matrix, embedding, head, norm.
+mesh never has to guess from a shape.
 """
 
 from __future__ import annotations
@@ -21,11 +21,22 @@ def parameter(
     inputs: tuple[int, ...] = (),
     outputs: tuple[int, ...] = (),
     head: int | None = None,
+    expert: int | None = None,
+    parts: tuple[int, tuple[tuple[str, int, str], ...], bool] | None = None,
     qk: str = "",
+    group: str = "",
 ) -> nnx.Param:
-    """An `nnx.Param` with its declaration as metadata. Axes count within one layer; `qk` is "q" or "k" for the
-    two projections whose product is the attention logit."""
-    return nnx.Param(value, declaration=(role, inputs, outputs, head, qk))
+    """An `nnx.Param` with its declaration as metadata. Axes count within one layer.
+
+    `qk` is "q" or "k" for the two projections whose product is the attention logit, "q_shared" and "k_shared" where
+    several heads share that key, and `group` names the attention. `parts` is `(axis, ((name, size, qk), ...), split)` for
+    an axis of named segments; `split` says whether an optimizer treats them as separate matrices.
+    """
+    declaration = {
+        "role": role, "inputs": inputs, "outputs": outputs, "head": head, "expert": expert, "parts": parts, "qk": qk,
+        "group": group,
+    }  # fmt: skip
+    return nnx.Param(value, declaration=tuple(declaration.items()))
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, gain: float = 1.0) -> jax.Array:
@@ -36,20 +47,22 @@ def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, gain: float =
 def declarations(module: nnx.Module) -> dict[str, Any]:
     """The declaration of every parameter, as a nested dict like `nnx.to_pure_dict` gives for the values.
 
-    A leaf is a dict with `role inputs outputs head qk layer`. Below a module that stacks its layers (attribute
+    A leaf is a dict with `role inputs outputs head expert parts qk group layer`. Below a module that stacks its layers (attribute
     `stacked` names such children) the leading axis is `layer` and the other axes move up by one.
     """
     stacked = set(getattr(module, "stacked", ()))
 
     def describe(path: tuple, variable: nnx.Variable) -> dict[str, Any]:
-        role, inputs, outputs, head, qk = variable.get_metadata()["declaration"]
+        declared = dict(variable.get_metadata()["declaration"])
         shift = 1 if path[0] in stacked else 0
-        return {
-            "role": role,
-            "inputs": tuple(a + shift for a in inputs),
-            "outputs": tuple(a + shift for a in outputs),
-            "head": None if head is None else head + shift,
-            "qk": qk,
+        moved = lambda axis: None if axis is None else axis + shift
+        parts = declared["parts"]
+        return declared | {
+            "inputs": tuple(map(moved, declared["inputs"])),
+            "outputs": tuple(map(moved, declared["outputs"])),
+            "head": moved(declared["head"]),
+            "expert": moved(declared["expert"]),
+            "parts": None if parts is None else (moved(parts[0]), *parts[1:]),
             "layer": 0 if shift else None,
         }
 

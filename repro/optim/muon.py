@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from repro.errors import ReproError
-from repro.optim.layout import check_layouts, from_matrices, map_layouts, to_matrices
+from repro.optim.adamw import Decay, decayed
+from repro.optim.adamw import adamw as adamw_for_all
+from repro.optim.finite import check_finite
+from repro.optim.layout import check_layouts, from_blocks, matched, to_blocks
 from repro.optim.newton_schulz import Schedule, newton_schulz, schedule_table
 
-Decay = Literal["coupled", "independent"]
+
+RMS = Literal["jordan", "spectral"]
 
 
 class MuonState(NamedTuple):
@@ -21,22 +25,73 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
+def update_factor(rms: float | jax.Array | RMS, rows: int, columns: int) -> float | jax.Array:
+    """What an orthogonalised block of `rows` inputs and `columns` outputs is multiplied by.
+
+    A number: rms * sqrt(max(rows, columns)), since an orthogonal matrix has a root mean square of 1 / sqrt(max) and the
+    update then one of `rms` (0.2: Moonlight, arXiv 2502.16982, section 2.2; 0.18: DeepSeek-V4 report, section 2.4).
+    `"jordan"`: sqrt(max(1, columns / rows)) (Jordan et al., "Muon", 2024). `"spectral"`: sqrt(columns / rows), which gives
+    the update the spectral norm that keeps feature changes of order one over width (Yang et al., arXiv 2310.17813).
+    """
+    if isinstance(rms, str):
+        if rms not in RMS.__args__:
+            raise ReproError(f"rms {rms!r} is unknown; give a number, or one of {', '.join(RMS.__args__)}.")
+        ratio = columns / rows
+        return max(1.0, ratio) ** 0.5 if rms == "jordan" else ratio**0.5
+    return rms * max(rows, columns) ** 0.5
+
+
+def orthogonalise(tree: Any, layouts: Any, *, schedule: str | Schedule, rms: Any, dtype: jnp.dtype) -> Any:
+    """Every leaf with its matrices (see `Layout`) replaced by their orthogonal factors times `update_factor`.
+
+    Matrices of equal shape, up to a transposition, are stacked over the whole tree and iterated as one batch, so the
+    compiled program grows with the number of shapes and not with the number of parameters.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    found = [layout for _, _, layout in matched(tree, layouts)]
+    blocks = [to_blocks(leaf, layout) for leaf, layout in zip(leaves, found, strict=True)]
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for leaf, pieces in enumerate(blocks):
+        for piece, block in enumerate(pieces):
+            groups.setdefault(tuple(sorted(block.shape[-2:])), []).append((leaf, piece))
+    for (small, large), members in groups.items():
+        wide = []
+        for leaf, piece in members:
+            block = blocks[leaf][piece]
+            block = jnp.swapaxes(block, -1, -2) if block.shape[-2] > block.shape[-1] else block
+            wide.append(block.reshape(-1, small, large).astype(jnp.float32))
+        done = newton_schulz(jnp.concatenate(wide) if len(wide) > 1 else wide[0], schedule, dtype=dtype)
+        start = 0
+        for (leaf, piece), stack in zip(members, wide, strict=True):
+            block = blocks[leaf][piece]
+            rows, columns = block.shape[-2:]
+            out = jax.lax.slice_in_dim(done, start, start + stack.shape[0])
+            out = (jnp.swapaxes(out, -1, -2) if rows > columns else out).reshape(block.shape)
+            blocks[leaf][piece] = (update_factor(rms, rows, columns) * out).astype(block.dtype)
+            start += stack.shape[0]
+    return jax.tree.unflatten(
+        treedef,
+        [from_blocks(p, layout, leaf.shape) for p, layout, leaf in zip(blocks, found, leaves, strict=True)],
+    )
+
+
 def scale_by_muon(
     layouts: Any,
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
     schedule: str | Schedule = "muon5",
-    rms: float = 0.2,
+    rms: float | RMS = 0.2,
     dtype: jnp.dtype = jnp.float32,
 ) -> optax.GradientTransformation:
-    """Orthogonalised momentum: M = momentum * M + G, N = G + momentum * M (without Nesterov N = M), and the update
-    rms * sqrt(max(A, B)) * NewtonSchulz(N) for each A x B matrix of the layout, which has a root mean square near `rms`
-    (Moonlight, arXiv 2502.16982, section 2.2; the factor comes from the block that is orthogonalised).
+    """Orthogonalised momentum: M = momentum * M + G, N = G + momentum * M (without Nesterov N = M), and as the update
+    the orthogonal factor of N by Newton–Schulz times `update_factor`, for every matrix of the layout (Moonlight, arXiv
+    2502.16982, section 2.2; the factor comes from the block that is orthogonalised).
 
-    Every parameter must be of role `matrix` (or a masked node): `muon` sends the rest elsewhere.
+    Orthogonalises whatever leaf it is given: `muon` sends only matrices here. Momentum has the type of the parameters.
     """
     table = schedule_table(schedule)
+    check_finite(momentum=momentum, rms=rms)
 
     def init(params: Any) -> MuonState:
         return MuonState(jax.tree.map(jnp.zeros_like, params))
@@ -45,50 +100,9 @@ def scale_by_muon(
         del params
         summed = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, grads)
         ahead = jax.tree.map(lambda g, m: g + momentum * m, grads, summed) if nesterov else summed
-
-        def orthogonalise(layout: Any, n: Any) -> Any:
-            if isinstance(n, optax.MaskedNode):
-                return n
-            blocks = to_matrices(n, layout)
-            factor = rms * max(blocks.shape[-2:]) ** 0.5
-            return factor * from_matrices(newton_schulz(blocks, table, dtype=dtype), layout, n.shape)
-
-        return map_layouts(orthogonalise, layouts, ahead), MuonState(summed)
+        return orthogonalise(ahead, layouts, schedule=table, rms=rms, dtype=dtype), MuonState(summed)
 
     return optax.GradientTransformation(init, update)
-
-
-def _decayed(
-    scaled: optax.GradientTransformation, learning_rate: Any, weight_decay: Any, decay: Decay
-) -> optax.GradientTransformation:
-    """Decoupled decay of either kind behind a transform that has no learning rate yet."""
-    if decay == "coupled":  # W <- W - lr * (U + decay * W)
-        return optax.chain(scaled, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
-    if decay == "independent":  # W <- W - lr * U - decay * W; a schedule of the decay is the caller's
-        return optax.chain(
-            scaled,
-            optax.scale_by_learning_rate(learning_rate),
-            optax.add_decayed_weights(-jnp.asarray(weight_decay)),
-        )
-    raise ReproError(f"weight decay {decay!r} is unknown; known are coupled and independent.")
-
-
-def adamw(
-    learning_rate: Any,
-    *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: Any = 0.1,
-    decay: Decay = "coupled",
-) -> optax.GradientTransformation:
-    """AdamW on every parameter (Loshchilov and Hutter, arXiv 1711.05101), gains included.
-
-    `decay="coupled"` equals `optax.adamw` and PyTorch: the decay is multiplied by the learning rate.
-    `"independent"` shrinks by `weight_decay` alone; for the rule of Wortsman et al. (arXiv 2309.14322, section 3.2.1) pass
-    the decay times the schedule's fraction, as `repro.train` does.
-    """
-    return _decayed(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), learning_rate, weight_decay, decay)
 
 
 def muon(
@@ -99,29 +113,41 @@ def muon(
     nesterov: bool = True,
     weight_decay: Any = 0.1,
     schedule: str | Schedule = "muon5",
-    rms: float = 0.2,
+    rms: float | RMS = 0.2,
     decay: Decay = "coupled",
     dtype: jnp.dtype = jnp.float32,
+    roles: tuple[str, ...] = ("matrix",),
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
-) -> optax.GradientTransformation:
-    """Muon for the parameters whose layout says `matrix`, `adamw` with the same rate and decay for all others
-    (Moonlight, arXiv 2502.16982, section 2.2). The decay is not multiplied by the RMS factor.
+    adamw: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for the parameters whose role is among `roles`, AdamW with the same rate and decay for all others (Moonlight,
+    arXiv 2502.16982, section 2.2). The decay is not multiplied by the RMS factor.
 
-    `learning_rate` and `weight_decay` may be traced scalars or (the rate) schedules. Raises `ReproError` at `init` for
-    a parameter without a layout.
+    `adamw` replaces the transform of the others, with a rate and a decay of its own. `learning_rate` and `weight_decay`
+    may be traced scalars or (the rate) schedules. Raises `ReproError` at once for hyper-parameters that are not finite,
+    and at `init` for a parameter without a layout or without named input and output axes where its role needs them.
     """
-    groups = map_layouts(lambda layout: "muon" if layout.role == "matrix" else "adamw", layouts)
+    check_finite(learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps)
     orthogonalised = scale_by_muon(
         layouts, momentum=momentum, nesterov=nesterov, schedule=schedule, rms=rms, dtype=dtype
     )
+    if adamw is None:
+        adamw = adamw_for_all(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decay=decay)
+
+    def groups(params: Any) -> Any:
+        found = matched(params, layouts)
+        for name, _, layout in found:
+            if layout.role in roles and not (layout.inputs and layout.outputs):
+                raise ReproError(
+                    f"parameter {name} of role {layout.role} goes to Muon and names no input and output axes."
+                )
+        labels = ["muon" if layout.role in roles else "adamw" for _, _, layout in found]
+        return jax.tree.unflatten(jax.tree.structure(params), labels)
+
     grouped = optax.partition(
-        {
-            "muon": _decayed(orthogonalised, learning_rate, weight_decay, decay),
-            "adamw": adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decay=decay),
-        },
-        groups,
+        {"muon": decayed(orthogonalised, learning_rate, weight_decay, decay), "adamw": adamw}, groups
     )
 
     def init(params: Any) -> Any:

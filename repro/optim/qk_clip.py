@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from repro.errors import ReproError
-from repro.optim.layout import Layout, map_layouts
+from repro.optim.layout import Layout, matched
 
 
 def qk_clip_factor(max_logits: jax.Array, tau: jax.Array | float) -> jax.Array:
@@ -54,7 +54,8 @@ def qk_clip(params: Any, max_logits: jax.Array, *, tau: jax.Array | float, layou
         factor = jnp.sqrt(factor) if exponent[layout.qk] == 0.5 else factor ** exponent[layout.qk]
         return weight * factor.reshape(shape).astype(weight.dtype)
 
-    clipped = map_layouts(clip, layouts, params)
+    leaves = [clip(layout, weight) for _, weight, layout in matched(params, layouts)]
+    clipped = jax.tree.unflatten(jax.tree.structure(params), leaves)
     if seen != {"q", "k"}:
         raise ReproError("QK-Clip found no query and key projection; mark them with Layout(..., qk='q') and qk='k'.")
     return clipped
