@@ -12,7 +12,6 @@ reach at the best rate, the harmful one of its control 0.05 of it: so the clip a
 """
 
 import dataclasses
-import math
 from collections import defaultdict
 
 import jax
@@ -36,8 +35,6 @@ from repro.claims import (
     Runs,
     Trend,
     Within,
-    best_rate,
-    extend_ladder,
     swapped,
 )  # fmt: skip
 from repro.models import SIZES, ModelConfig
@@ -46,11 +43,10 @@ from repro.optim import from_declarations, qk_clip
 from repro.optim.qk_clip import qk_clip_factor
 from repro.report import Curve, Effects, Ladder, Width
 from repro.train import TrainConfig
-from repro.train.preset import Preset
+from repro.train.preset import Preset, tuned
 
 TAU = 100.0
 CAP = 50.0
-STEP = math.sqrt(2)
 
 ARMS = (
     Arm("adamw", "AdamW", {"optimizer": "adamw"}),
@@ -265,19 +261,8 @@ def point_names(rates: tuple[float, ...]) -> dict[float, str]:
 
 def plan(preset: Preset):
     """Tune, then test: a generator of lists of cells (see `repro.claims.Experiment`)."""
-    sizes = tuple(dict.fromkeys((*preset.sizes, *preset.trend_sizes)))
-    tried = {(arm, size): list(preset.tuning_rates) for arm in ("adamw", "muon") for size in sizes}
-    wanted = [(arm, size, rate) for (arm, size), rates in tried.items() for rate in rates]
-    while wanted:
-        runs = yield [Cell(arm, size, rate, "tuning", "tuning", preset.tuning_seeds) for arm, size, rate in wanted]
-        best = {key: best_rate(runs, *key) for key in tried}
-        wanted = []
-        for (arm, size), rates in tried.items():
-            further = extend_ladder(rates, best[arm, size], STEP)
-            if further is not None and len(rates) < preset.tuning_limit:
-                rates.append(further)
-                wanted.append((arm, size, further))
-
+    sizes = preset.all_sizes()
+    runs, best = yield from tuned(preset, [(arm, size) for arm in ("adamw", "muon") for size in sizes])
     cells = []
     for size in sizes:
         test = lambda arm, rate, point, size=size, **settings: cells.append(
@@ -336,10 +321,12 @@ def mechanism_metrics() -> dict[str, dict[str, float]]:
         layer = MultiHeadAttention(config, rngs=nnx.Rngs(params=jax.random.key(0)))
         graphdef, state = nnx.split(layer)
         weights = {k: v[None] for k, v in nnx.to_pure_dict(state).items()}
+        moved = lambda axes: tuple(axis + 1 for axis in axes)  # behind an axis of one layer
         layouts = {
-            name: dict(role=role, inputs=tuple(a + 1 for a in i), outputs=tuple(a + 1 for a in o), head=h + 1, layer=0, qk=qk)
+            name: dict(role=d["role"], inputs=moved(d["inputs"]), outputs=moved(d["outputs"]), head=d["head"] + 1,
+                       layer=0, qk=d["qk"])
             for (name,), v in nnx.to_flat_state(state)
-            for role, i, o, h, qk in [v.get_metadata()["declaration"]]
+            for d in [dict(v.get_metadata()["declaration"])]
         }  # fmt: skip
     layouts = from_declarations(layouts)
     grow = jnp.ones((1, 1, heads, 1)).at[0, 0, hot].set(20.0)

@@ -1,4 +1,4 @@
-"""Causal multi-head attention with RoPE, and the statistics of its logits."""
+"""Causal multi-head and grouped-query attention with RoPE, and what every kind of attention does with its logits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ _NORMS = {"rms": rms_norm, "layer": layer_norm}
 _MASKED = float(np.finfo(np.float32).min)
 
 
-def rope(x_BTHK: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding, half-split form (Su et al., arXiv 2104.09864, section 3.2).
+def rope(x_BTHK: jax.Array, theta: float, *, interleaved: bool = False) -> jax.Array:
+    """Rotary position embedding (Su et al., arXiv 2104.09864, section 3.2).
 
-    Pair i couples components i and i + K/2 and turns by the angle t * theta^(-2i/K) at position t.
+    Pair i turns by the angle t * theta^(-2i/K) at position t. It couples the components i and i + K/2, or 2i and 2i + 1
+    where `interleaved`.
     """
     T, K = x_BTHK.shape[1], x_BTHK.shape[-1]
     angle = np.arange(T)[:, None] * theta ** (-np.arange(K // 2) / (K // 2))
     cos_T1K, sin_T1K = (jnp.asarray(f(angle)[:, None, :], jnp.float32) for f in (np.cos, np.sin))
-    a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos_T1K - b * sin_T1K, b * cos_T1K + a * sin_T1K], -1).astype(x_BTHK.dtype)
+    x32 = x_BTHK.astype(jnp.float32)
+    a, b = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, -1)
+    turned = a * cos_T1K - b * sin_T1K, b * cos_T1K + a * sin_T1K
+    y = jnp.stack(turned, -1).reshape(x_BTHK.shape) if interleaved else jnp.concatenate(turned, -1)
+    return y.astype(x_BTHK.dtype)
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
@@ -55,35 +59,49 @@ def logit_statistics(raw_BHTS: jax.Array, seen_BHTS: jax.Array, mask_TS: np.ndar
     }
 
 
+def attend(raw_BHTS: jax.Array, v_BSHV: jax.Array, cap: float) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Values mixed by the causal softmax of float32 logits, [B, T, H, V], and the statistics of those logits [H].
+
+    `cap` is that of a soft-cap, 0 for none.
+    """
+    seen_BHTS = soft_cap(raw_BHTS, cap) if cap else raw_BHTS
+    mask_TS = np.tril(np.ones(raw_BHTS.shape[-2:], bool))
+    weights_BHTS = jax.nn.softmax(jnp.where(mask_TS, seen_BHTS, _MASKED), -1).astype(v_BSHV.dtype)
+    with jax.named_scope("mix"):
+        mixed_BTHV = jnp.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
+    return mixed_BTHV, logit_statistics(raw_BHTS, seen_BHTS, mask_TS)
+
+
 class MultiHeadAttention(nnx.Module):
     """softmax(q.k / sqrt(K)) v over earlier positions, heads as an axis.
+
+    With fewer `kv_heads` than heads, consecutive query heads share a key and a value head, and the head axis of `k_DHK`
+    and `v_DHV` is the shorter one (grouped queries: Ainslie et al., arXiv 2305.13245, section 2.2).
 
     With `qk_norm` queries and keys are normalised over the head axis K before RoPE, one gain vector shared by all
     heads (Dehghani et al., arXiv 2302.05442, section 2; Wortsman et al., arXiv 2309.14322, section 2.2).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        D, H, K = config.width, config.heads, config.head_size
+        D, H, G, K = config.width, config.heads, config.key_heads, config.head_size
         self.config = config
-        self.q_DHK = parameter(
-            normal(rngs.params(), (D, H, K), D), "matrix", inputs=(0,), outputs=(1, 2), head=1, qk="q"
-        )
-        self.k_DHK = parameter(
-            normal(rngs.params(), (D, H, K), D), "matrix", inputs=(0,), outputs=(1, 2), head=1, qk="k"
-        )
-        self.v_DHV = parameter(normal(rngs.params(), (D, H, K), D), "matrix", inputs=(0,), outputs=(1, 2), head=1)
+        q, k = ("q", "k") if G == H else ("q_shared", "k_shared")
+        into_heads = dict(role="matrix", inputs=(0,), outputs=(1, 2), head=1)
+        self.q_DHK = parameter(normal(rngs.params(), (D, H, K), D), qk=q, **into_heads)
+        self.k_DHK = parameter(normal(rngs.params(), (D, G, K), D), qk=k, **into_heads)
+        self.v_DHV = parameter(normal(rngs.params(), (D, G, K), D), **into_heads)
         self.o_HVD = parameter(
             normal(rngs.params(), (H, K, D), H * K, gain=(2 * config.layers) ** -0.5),
             "matrix", inputs=(0, 1), outputs=(2,), head=0,
         )  # fmt: skip
         if config.qk_norm != "none":
-            self.q_gain_K = parameter(jnp.ones(K, jnp.float32), "norm")
-            self.k_gain_K = parameter(jnp.ones(K, jnp.float32), "norm")
+            self.q_gain_K = parameter(jnp.ones(K, jnp.float32), "norm", qk="q")
+            self.k_gain_K = parameter(jnp.ones(K, jnp.float32), "norm", qk="k")
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]. `key` is for policies
         that round stochastically."""
-        config, dtype = self.config, x_BTD.dtype
+        config = self.config
         with jax.named_scope("qkv"):
             q_BTHK, k_BSHK, v_BSHV = (
                 linear(x_BTD, w[...], config, "attention", folded(key, i))
@@ -93,14 +111,11 @@ class MultiHeadAttention(nnx.Module):
             norm = _NORMS[config.qk_norm]
             q_BTHK = norm(q_BTHK, self.q_gain_K[...], config.norm_eps)
             k_BSHK = norm(k_BSHK, self.k_gain_K[...], config.norm_eps)
-        q_BTHK, k_BSHK = rope(q_BTHK, config.rope_theta), rope(k_BSHK, config.rope_theta)
+        q_BTHK, k_BSHK = (rope(x, config.rope_theta, interleaved=config.rope_interleaved) for x in (q_BTHK, k_BSHK))
+        if config.key_heads < config.heads:
+            k_BSHK, v_BSHV = (jnp.repeat(x, config.heads // config.key_heads, 2) for x in (k_BSHK, v_BSHV))
         with jax.named_scope("logits"):
             raw_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
             raw_BHTS = raw_BHTS * config.head_size**-0.5
-            seen_BHTS = soft_cap(raw_BHTS, config.soft_cap) if config.soft_cap else raw_BHTS
-        mask_TS = np.tril(np.ones((x_BTD.shape[1],) * 2, bool))
-        weights_BHTS = jax.nn.softmax(jnp.where(mask_TS, seen_BHTS, _MASKED), -1).astype(dtype)
-        with jax.named_scope("mix"):
-            mixed_BTHV = jnp.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
-            out_BTD = linear(mixed_BTHV, self.o_HVD[...], config, "attention", folded(key, 3), inputs=2)
-        return out_BTD, logit_statistics(raw_BHTS, seen_BHTS, mask_TS)
+        mixed_BTHV, statistics = attend(raw_BHTS, v_BSHV, config.soft_cap)
+        return linear(mixed_BTHV, self.o_HVD[...], config, "attention", folded(key, 3), inputs=2), statistics

@@ -12,12 +12,14 @@ from flax import nnx
 from repro.models.attention import MultiHeadAttention
 from repro.models.config import ModelConfig
 from repro.models.ffn import DenseFFN
+from repro.models.latent_attention import MultiHeadLatentAttention
 from repro.models.linear import folded, linear
 from repro.models.norm import RMSNorm
 from repro.models.output import Output, Stats
 from repro.models.parameter import normal, parameter
 from repro.quant import Precision, stored
 
+_ATTENTION = {"mha": MultiHeadAttention, "mla": MultiHeadLatentAttention}
 _UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
 
 
@@ -26,7 +28,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.width, config.norm_eps, config.dots.policy("norm"))
-        self.attention = MultiHeadAttention(config, rngs=rngs)
+        self.attention = _ATTENTION[config.attention](config, rngs=rngs)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps, config.dots.policy("norm"))
         self.ffn = DenseFFN(config, rngs=rngs)
 

@@ -15,7 +15,6 @@ from repro.optim.finite import check_finite
 from repro.optim.layout import check_layouts, from_blocks, matched, to_blocks
 from repro.optim.newton_schulz import Schedule, newton_schulz, schedule_table
 
-
 RMS = Literal["jordan", "spectral"]
 
 

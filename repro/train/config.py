@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
+from repro.train.optimizer import Name, OptimizerConfig
 
 if TYPE_CHECKING:
     from repro.train.step import Program
@@ -38,7 +39,8 @@ class TrainConfig:
     batch_size: int = 16
     """Windows per step (B)."""
     steps: int = 300
-    optimizer: Literal["adamw", "muon"] = "muon"
+    optimizer: Name = "muon"
+    optim: OptimizerConfig = OptimizerConfig()
     learning_rate: float = 0.01
     """Peak rate, the same for matrices and for all other parameters."""
     warmup: float = 0.1
@@ -124,16 +126,23 @@ def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
 
     Raises `ReproError` naming a field that does not exist.
     """
-    model = {name.removeprefix("model."): value for name, value in settings.items() if name.startswith("model.")}
-    own = {name: value for name, value in settings.items() if not name.startswith("model.")}
-    for kind, names, prefix in ((type(config), own, ""), (type(config.model), model, "model.")):
-        known = [f.name for f in dataclasses.fields(kind)]
-        for name in names:
-            if name not in known:
-                raise ReproError(
-                    f"setting {prefix}{name} does not exist; there is {', '.join(prefix + k for k in known)}."
-                )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **model), **own)
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        prefix, _, inner = name.partition(".")
+        nested = getattr(config, prefix, None)
+        if inner and dataclasses.is_dataclass(nested):
+            _check_field(nested, inner, f"{prefix}.")
+            own[prefix] = dataclasses.replace(own.get(prefix, nested), **{inner: value})
+        else:
+            _check_field(config, name, "")
+            own[name] = value
+    return dataclasses.replace(config, **own)
+
+
+def _check_field(config: Any, name: str, prefix: str) -> None:
+    known = [f.name for f in dataclasses.fields(config)]
+    if name not in known:
+        raise ReproError(f"setting {prefix}{name} does not exist; there is {', '.join(prefix + k for k in known)}.")
 
 
 def at_size(config: TrainConfig, size: str) -> TrainConfig:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Generator, Mapping, Sequence
 from typing import Literal, Self
 
+from repro.claims import Cell, Runs, best_rate, extend_ladder
 from repro.errors import ReproError
 from repro.train.config import TrainConfig, at_size
 
@@ -77,3 +80,32 @@ class Preset(Sweep):
 
     def all_sizes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.sizes, *self.trend_sizes)))
+
+
+TUNING_STEP = math.sqrt(2)
+"""The factor between neighbouring rates of a search."""
+
+
+def tuned(
+    preset: Preset, arms: Sequence[tuple[str, str]], starts: Mapping[str, tuple[float, ...]] | None = None
+) -> Generator[list[Cell], Runs, tuple[Runs, dict[tuple[str, str], float]]]:
+    """The best rate of each (arm, size) by mean validation loss over the tuning seeds, as a part of a plan.
+
+    The search starts at the preset's `tuning_rates` (or those that `starts` gives for an arm) and goes on in steps of
+    sqrt(2) while the best rate is at an end, up to `tuning_limit` rates, the same for every arm. Returns the runs so far
+    and the rates: `runs, best = yield from tuned(...)`.
+    """
+    starts = starts or {}
+    tried = {(arm, size): list(starts.get(arm, preset.tuning_rates)) for arm, size in arms}
+    wanted = [(arm, size, rate) for (arm, size), rates in tried.items() for rate in rates]
+    runs, best = Runs(), {}
+    while wanted:
+        runs = yield [Cell(arm, size, rate, "tuning", "tuning", preset.tuning_seeds) for arm, size, rate in wanted]
+        best = {key: best_rate(runs, *key) for key in tried}
+        wanted = []
+        for (arm, size), rates in tried.items():
+            further = extend_ladder(rates, best[arm, size], TUNING_STEP)
+            if further is not None and len(rates) < preset.tuning_limit:
+                rates.append(further)
+                wanted.append((arm, size, further))
+    return runs, best

@@ -12,9 +12,10 @@ import numpy as np
 import optax
 
 from repro.models import Output, abstract, declarations, init_and_apply
-from repro.optim import adamw, from_declarations, muon, qk_clip
+from repro.optim import from_declarations, qk_clip
 from repro.quant import round_to
 from repro.train.config import Numbers, TrainConfig
+from repro.train.optimizer import optimizer
 from repro.train.schedule import fraction
 from repro.train.summary import summarise
 
@@ -66,11 +67,9 @@ class Program:
     def optimizer(self, numbers: Numbers, part: jax.Array | float) -> optax.GradientTransformation:
         """The optimizer at the fraction `part` of its schedule. Its state does not depend on either argument."""
         decay = numbers.weight_decay * part if self.config.decay == "independent" else numbers.weight_decay
-        settings = dict(weight_decay=decay, decay=self.config.decay)
+        config = self.config
         rate = numbers.learning_rate * part
-        if self.config.optimizer == "muon":
-            return muon(rate, layouts=self.layouts, **settings)
-        return adamw(rate, **settings)
+        return optimizer(config.optimizer, config.optim, self.layouts, rate, decay, config.decay)
 
     def init(self, seed: jax.Array) -> TrainState:
         params = self._init_params(jax.random.key(seed))

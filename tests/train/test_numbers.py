@@ -10,6 +10,7 @@ from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
 from repro.train import NUMERIC, JobResult, TrainConfig, at_size, summarise, with_settings
 from repro.train.loop import chunk_length
+from repro.train.optimizer import OptimizerConfig
 from repro.train.schedule import fraction
 from repro.train.summary import tail
 
@@ -78,7 +79,7 @@ def test_structure_leaves_out_the_numbers_and_nothing_else():
     others = {f.name for f in dataclasses.fields(config)} - set(NUMERIC)
     values = {
         "model": ModelConfig(layers=1), "length": 8, "batch_size": 2, "steps": 5, "optimizer": "adamw", "warmup": 0.5,
-        "schedule": "constant", "final_fraction": 0.0, "decay": "independent", "eval_windows": 3, "weights": "bf16",
+        "optim": OptimizerConfig(rms=0.1), "schedule": "constant", "final_fraction": 0.0, "decay": "independent", "eval_windows": 3, "weights": "bf16",
     }  # fmt: skip
     assert set(values) == others
     for name, value in values.items():

@@ -1,0 +1,680 @@
+"""What an orthogonalised update is: its singular values, its size, its share for every head, and what Shampoo makes of it.
+
+Written before the first run: the claims, their rules and controls below. Nothing is trained. Gradients are random
+matrices of known spectrum, so every statement has a closed form.
+
+- *Singular values.* Newton–Schulz acts on each singular value alone, by an odd polynomial p. The 2 x 2 matrix
+  diag(s, sqrt(1 - s^2)) has Frobenius norm 1, so its image shows p(s); random bases show that nothing else happens.
+- *Size.* An orthogonal A x B matrix has min(A, B) singular values of 1 and thus a root mean square (RMS) of
+  1 / sqrt(max(A, B)); one of rank r has sqrt(r / (A B)).
+- *Heads.* The columns of a D x H K matrix with H K <= D become orthonormal, so all heads have the same RMS, however
+  unequal their gradients are: there is nothing left for Per-Head Muon to do. With H K > D the rows do, D directions are
+  shared by H K columns, and a head whose gradient is far louder takes K of them. The others are left D - K, so the loud
+  head has sqrt(K (H - 1) / (D - K)) times their RMS.
+- *Directions.* Kimi K2 offers as a hypothesis that a full-rank update is more likely to have a component along an
+  existing singular direction u v^T of the weight. At equal RMS the mean square of u^T O v over random directions is
+  RMS^2 for every update of any rank, so "more likely" can only mean a different distribution: a low-rank update has
+  most components near zero and few large ones. And along a direction that the gradient itself has put there, a
+  sign-like update of rank 1 adds more: n (2 / pi) RMS for a Gaussian direction against sqrt(n) RMS.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from repro.claims import All, Arm, Claim, Control, Experiment, Run, Within
+from repro.errors import ReproError
+from repro.optim import NS_SCHEDULES, Layout, newton_schulz, orthogonalise, per_head, scale_by_muon, update_factor
+from repro.report import Dose, Heatmap, Reference
+
+MAPS = {
+    "muon5": ("muon5", jnp.float32),
+    "hybrid10": ("hybrid10", jnp.float32),
+    "two_first": (NS_SCHEDULES["hybrid10"][8:] + NS_SCHEDULES["hybrid10"][:8], jnp.float32),
+    "muon5_bf16": ("muon5", jnp.bfloat16),
+    "hybrid10_bf16": ("hybrid10", jnp.bfloat16),
+}
+SHAPES = ((64, 64), (32, 64), (64, 32), (32, 128), (128, 32), (32, 512), (512, 32), (128, 344), (344, 128))
+RANKS = (1, 4, 16)
+HEADS = {"square": (64, 4, 16), "latent": (64, 8, 32), "wide": (32, 4, 32)}  # D, H, K
+LOUD, LOUDEST = 100.0, 1000.0  # factors that claims name
+N, DOMINATED, STEPS = 64, 8.0, 20  # size of a weight, strength of its gradient's direction, steps of momentum
+ARMS = (
+    Arm("muon5", "five steps"),
+    Arm("hybrid10", "8 + 2 steps"),
+    Arm("two_first", "2 + 8 steps"),
+    Arm("muon5_bf16", "five steps, bfloat16 products"),
+    Arm("hybrid10_bf16", "8 + 2 steps, bfloat16 products"),
+    Arm("v4", "0.18 sqrt(max), 8 + 2 steps"),
+    Arm("moonlight", "0.2 sqrt(max), five steps"),
+    Arm("jordan", "Jordan's factor, 8 + 2 steps"),
+    Arm("exact_whole", "exact, whole matrix"),
+    Arm("muon5_whole", "five steps, whole matrix"),
+    Arm("hybrid10_whole", "8 + 2 steps, whole matrix"),
+    Arm("muon5_heads", "five steps, per head"),
+    Arm("hybrid10_heads", "8 + 2 steps, per head"),
+    Arm("adam_update", "Adam"),
+    Arm("muon5_update", "Muon, five steps"),
+    Arm("hybrid10_update", "Muon, 8 + 2 steps"),
+)
+
+V4, MOONLIGHT = "DeepSeek-V4 report, section 2.4", "Moonlight (arXiv 2502.16982), section 2.2"
+K2, K3 = "Kimi K2 (arXiv 2507.20534), appendix E", "Kimi K3 report (arXiv 2607.24653), section 2.5"
+SHAMPOO = "Shampoo (arXiv 1802.09568)"
+_SPECTRA = "Matrices of known spectra in random bases; no trained gradient."
+_GAUSSIAN = "Nine shapes from 32 to 512, normal entries, one orthogonalisation without momentum."
+_HEADS = "Normal gradients, head 0 times a factor that was put there; D, H, K of 64, 4, 16; 64, 8, 32; and 32, 4, 32."
+_RANDOM = (
+    f"{N} x {N}, a gradient of one fixed direction plus fresh noise, {STEPS} steps of momentum; updates, no training."
+)
+
+
+def at(value: float) -> str:
+    """The point of a dose."""
+    return f"x{value:g}"
+
+
+def _singular(arm: str, since: str, low: float, high: float) -> Within:
+    return Within(f"distance_from_{since}", arm, low, high)
+
+
+CLAIMS_VALUES = (
+    Claim(
+        id="V4-1", variant="from 2e-3", tier="M", source=V4,
+        statement="After 8 + 2 steps every singular value from 2e-3 of the Frobenius norm up is within 1e-3 of 1.",
+        reported="The ten steps are said to bring singular values to 1; no range is given.", boundary=_SPECTRA,
+        criterion=_singular("hybrid10", "2e-3", 0.0, 1e-3),
+        control=Control("the rows in the other order, 2 + 8", _singular("two_first", "2e-3", 0.0, 1e-3)),
+    ),
+    Claim(
+        id="V4-1", variant="from 1e-3", tier="M", source=V4,
+        statement="The same from 1e-3 of the Frobenius norm up.",
+        reported="No range is given.", boundary=_SPECTRA,
+        criterion=_singular("hybrid10", "1e-3", 0.0, 1e-3),
+        control=Control("five steps", _singular("muon5", "1e-3", 0.0, 1e-3)),
+    ),
+    Claim(
+        id="V4-1", variant="five steps do not", tier="M", source=V4,
+        statement="Five steps leave singular values from 2e-3 up more than 0.1 away from 1.",
+        reported="Given as the reason for the ten.", boundary=_SPECTRA,
+        criterion=_singular("muon5", "2e-3", 0.1, np.inf),
+        control=Control("8 + 2 steps", _singular("hybrid10", "2e-3", 0.1, np.inf)),
+    ),
+    Claim(
+        id="V4-1", variant="where five steps lead", tier="M", source="derived here from the coefficients of Jordan et al. (2024)",
+        statement="Five steps bring every singular value from 1e-2 of the Frobenius norm up to between 0.65 and 1.15.",
+        reported="Often described as about uniform between 0.5 and 1.5.", boundary=_SPECTRA,
+        criterion=All((Within("lowest_from_1e-2", "muon5", 0.65, 1.15), Within("highest", "muon5", 0.65, 1.15))),
+        control=Control("from 1e-3 up", Within("lowest_from_1e-3", "muon5", 0.65, 1.15)),
+    ),
+    Claim(
+        id="V4-1", variant="bfloat16 products", tier="M", source=V4,
+        statement="With bfloat16 operands 8 + 2 steps still end within 2 % of 1 from 2e-3 up.",
+        reported="Matrix products in BF16 are said to be stable; no number.",
+        boundary=f"{_SPECTRA} Operands in bfloat16, sums in float32.",
+        criterion=_singular("hybrid10_bf16", "2e-3", 0.0, 0.02),
+        control=Control("five steps", _singular("muon5_bf16", "2e-3", 0.0, 0.02)),
+    ),
+    Claim(
+        id="O-3", tier="M", source=SHAMPOO,
+        statement="With the statistics of one gradient, L^(-1/4) G R^(-1/4) is U V^T to 1e-5, element by element.",
+        reported="An identity, with L = G G^T and R = G^T G.",
+        boundary="float64, powers on the range of L and R, no damping; the gradients of all shapes.",
+        criterion=Within("shampoo_off", "shampoo", 0.0, 1e-5),
+        control=Control("statistics summed over two gradients", Within("shampoo_two_off", "shampoo", 0.0, 1e-5)),
+    ),
+    Claim(
+        id="O-3", variant="by Newton–Schulz", tier="M", source=f"{SHAMPOO}; {V4}",
+        statement="8 + 2 steps in float32 give the same as one-step Shampoo to 2 %, relative to its Frobenius norm.",
+        reported="Not reported in this form.",
+        boundary="The nine shapes without the square one, whose smallest singular values may lie below 2e-3.",
+        criterion=Within("hybrid10_from_shampoo", "shampoo", 0.0, 0.02),
+        control=Control("five steps", Within("muon5_from_shampoo", "shampoo", 0.0, 0.02)),
+    ),
+)  # fmt: skip
+
+
+def _rms(arm: str, low: float, high: float, shapes: str = "") -> All:
+    return All((Within(f"least_rms{shapes}", arm, low, high), Within(f"largest_rms{shapes}", arm, low, high)))
+
+
+CLAIMS_SIZE = (
+    Claim(
+        id="V4-10", tier="M", source=V4,
+        statement="With the factor 0.18 sqrt(max) after 8 + 2 steps the update has an RMS of 0.18, to 1 %, at every "
+        "shape.",
+        reported="The factor is given; what it yields follows.", boundary=_GAUSSIAN,
+        criterion=_rms("v4", 0.1782, 0.1818),
+        control=Control("0.18 sqrt(rows)", _rms("v4", 0.1782, 0.1818, "_by_rows")),
+    ),
+    Claim(
+        id="ML-2", variant="lemma", tier="M", source=MOONLIGHT,
+        statement="An exactly orthogonalised matrix of full rank has an RMS of 1 / sqrt(max(A, B)), to 1e-6.",
+        reported="Lemma.", boundary=f"{_GAUSSIAN} Singular value decomposition in float64.",
+        criterion=Within("lemma_off", "exact", 0.0, 1e-6),
+        control=Control("min in place of max", Within("lemma_off_min", "exact", 0.0, 1e-6)),
+    ),
+    Claim(
+        id="ML-2", variant="rank", tier="M", source=MOONLIGHT,
+        statement="After 8 + 2 steps a matrix of rank 1, 4 or 16 has an RMS of sqrt(rank / (A B)), to 1 %.",
+        reported="In the lemma's proof.", boundary=_GAUSSIAN,
+        criterion=Within("rank_off", "v4", 0.0, 0.01),
+        control=Control("1 / sqrt(max), the formula of full rank", Within("rank_off_full", "v4", 0.0, 0.01)),
+    ),
+    Claim(
+        id="ML-2", variant="one size for all shapes", tier="M", source=MOONLIGHT,
+        statement="With a factor in sqrt(max), the RMS after 8 + 2 steps is the same for all shapes to 2 %.",
+        reported="Given as the reason for the factor.", boundary=_GAUSSIAN,
+        criterion=Within("rms_spread", "v4", 1.0, 1.02),
+        control=Control("Jordan's factor sqrt(max(1, columns / rows))", Within("rms_spread", "jordan", 1.0, 1.02)),
+    ),
+    Claim(
+        id="ML-2", variant="as trained, five steps", tier="M", source=MOONLIGHT,
+        statement="With Moonlight's own five steps and 0.2 sqrt(max) the RMS is 0.2 to 2 % at every shape.",
+        reported="0.2 for every shape, from the lemma for exact orthogonalisation.", boundary=_GAUSSIAN,
+        criterion=_rms("moonlight", 0.196, 0.204),
+        control=Control("Jordan's factor", Within("rms_spread", "jordan", 1.0, 1.02)),
+    ),
+    Claim(
+        id="ML-2", variant="what five steps give", tier="M", source="derived here from the map of five steps",
+        statement="With five steps and 0.2 sqrt(max) the RMS lies between 0.15 and 0.21 at every shape.",
+        reported="Not reported.", boundary=_GAUSSIAN,
+        criterion=_rms("moonlight", 0.15, 0.21),
+        control=Control("0.2 sqrt(rows)", _rms("moonlight", 0.15, 0.21, "_by_rows")),
+    ),
+)  # fmt: skip
+
+
+def _spread(arm: str, where: str, low: float, high: float) -> Within:
+    return Within("head_spread" if "@" in where else "worst_head_spread", f"{arm}{where}", low, high)
+
+
+_NEAR_VACUOUS = "Kimi K3 gives no number; the case H K <= D is not discussed."
+CLAIMS_HEADS = (
+    Claim(
+        id="K3-1", variant="H K <= D: nothing to equalise", tier="M", source="derived here from orthonormal columns",
+        statement="Where H K <= D, exact whole-matrix orthogonalisation gives all heads the same RMS to 1e-6, whatever "
+        "the imbalance up to 1000.",
+        reported=_NEAR_VACUOUS, boundary=f"{_HEADS} Exact: by singular value decomposition.",
+        criterion=_spread("exact_whole", "/square", 1.0, 1 + 1e-6),
+        control=Control("H K = 4 D", _spread("exact_whole", "/latent", 1.0, 1 + 1e-6)),
+    ),
+    Claim(
+        id="K3-1", variant="H K <= D: five steps starve all the same", tier="M", source=K3,
+        statement="Where H K <= D, five steps on the whole matrix leave heads at least 2 apart in RMS at x1000.",
+        reported="Heads of small gradients are said to be under-normalised.", boundary=_HEADS,
+        criterion=_spread("muon5_whole", f"@{at(LOUDEST)}/square", 2.0, np.inf),
+        control=Control("8 + 2 steps", _spread("hybrid10_whole", f"@{at(LOUDEST)}/square", 2.0, np.inf)),
+    ),
+    Claim(
+        id="K3-1", variant="H K > D: starves", tier="M", source=K3,
+        statement="Where H K = 4 D and K = D, even exact whole-matrix orthogonalisation leaves heads at least 5 apart at "
+        "x100.",
+        reported="Heads of large gradients are said to dominate.", boundary=_HEADS,
+        criterion=_spread("exact_whole", f"@{at(LOUD)}/wide", 5.0, np.inf),
+        control=Control("H K <= D", _spread("exact_whole", f"@{at(LOUD)}/square", 5.0, np.inf)),
+    ),
+    Claim(
+        id="K3-1", variant="H K > D: how far", tier="M", source="derived here",
+        statement="Where K < D < H K, the loud head ends with sqrt(K (H - 1) / (D - K)) times the RMS of the others, to "
+        "1 % at x1000.",
+        reported="Not reported.", boundary=_HEADS,
+        criterion=Within("loud_over_limit", f"exact_whole@{at(LOUDEST)}/latent", 0.99, 1.01),
+        control=Control("sqrt(H K / D), the ratio of columns to directions",
+                        Within("loud_over_columns", f"exact_whole@{at(LOUDEST)}/latent", 0.99, 1.01)),
+    ),
+    Claim(
+        id="K3-1", variant="per head: equal", tier="M", source=K3,
+        statement="Orthogonalised head by head with 8 + 2 steps, all heads have the same RMS to 3 %, whatever the "
+        "imbalance and the shape.",
+        reported="Per-head updates are said to be balanced; no number.", boundary=_HEADS,
+        criterion=All(tuple(_spread("hybrid10_heads", f"/{size}", 1.0, 1.03) for size in HEADS)),
+        control=Control("the whole matrix", _spread("hybrid10_whole", "/wide", 1.0, 1.03)),
+    ),
+    Claim(
+        id="K3-1", variant="per head: five steps", tier="M", source=K3,
+        statement="With five steps head by head, heads are at most 15 % apart, whatever the imbalance and the shape.",
+        reported="No number.", boundary=_HEADS,
+        criterion=All(tuple(_spread("muon5_heads", f"/{size}", 1.0, 1.15) for size in HEADS)),
+        control=Control("the whole matrix", _spread("muon5_whole", "/wide", 1.0, 1.15)),
+    ),
+    Claim(
+        id="K3-1", variant="per head: blind to scale", tier="M", source=K3,
+        statement="The per-head update does not depend on the imbalance, to 1e-5 of its RMS.",
+        reported="Follows from normalising every head.", boundary=_HEADS,
+        criterion=Within("moved_by_imbalance", "hybrid10_heads", 0.0, 1e-5),
+        control=Control("the whole matrix", Within("moved_by_imbalance", "hybrid10_whole", 0.0, 1e-5)),
+    ),
+    Claim(
+        id="K3-1", variant="factor of the block", tier="M", source=f"{MOONLIGHT}; for heads derived here",
+        statement="Per head the factor has to come from the head's own shape: 0.2 sqrt(max(D, K)) gives an RMS of 0.2, "
+        "to 2 %.",
+        reported="Moonlight warns of large updates where heads are orthogonalised apart; K3 gives no factor.",
+        boundary=_HEADS,
+        criterion=_rms("hybrid10_heads", 0.196, 0.204),
+        control=Control("the factor of the whole matrix", _rms("hybrid10_heads", 0.196, 0.204, "_whole_factor")),
+    ),
+)  # fmt: skip
+
+CLAIMS_DIRECTIONS = (
+    Claim(
+        id="K2-5", variant="effective rank", tier="M", source=K2,
+        statement="Where one direction dominates the gradient, the effective rank of Muon's update (five steps) is at "
+        "least 0.8 of the full rank and at least twice that of Adam's.",
+        reported="A hypothesis: Muon's updates have full, Adam's low effective rank; no number.",
+        boundary=f"{_RANDOM} Effective rank: exponential of the entropy of squared singular values.",
+        criterion=All((
+            Within("effective_rank_share", f"muon5_update@{at(DOMINATED)}", 0.8, 1.0),
+            Within("effective_rank_over_adam", f"muon5_update@{at(DOMINATED)}", 2.0, np.inf),
+        )),
+        control=Control("gradients of noise alone",
+                        Within("effective_rank_over_adam", f"muon5_update@{at(0)}", 2.0, np.inf)),
+    ),
+    Claim(
+        id="K2-5", variant="no larger in the mean square", tier="M", source="derived here",
+        statement="At equal RMS the mean square of the component along directions that have nothing to do with the "
+        "gradient is RMS^2, to 10 %, for Muon and for Adam alike.",
+        reported="Not reported; it limits what the hypothesis can mean.", boundary=_RANDOM,
+        criterion=All((
+            Within("mean_square_elsewhere", f"muon5_update@{at(DOMINATED)}", 0.9, 1.1),
+            Within("mean_square_elsewhere", f"adam_update@{at(DOMINATED)}", 0.9, 1.1),
+        )),
+        control=Control("along the gradient's own direction",
+                        Within("mean_square_own", f"adam_update@{at(DOMINATED)}", 0.9, 1.1)),
+    ),
+    Claim(
+        id="K2-5", variant="more likely", tier="M", source=K2,
+        statement="At equal RMS the median size of that component is at least 1.2 times larger for Muon than for Adam.",
+        reported="Said to be more likely to align with an existing direction; no number.", boundary=_RANDOM,
+        criterion=Within("median_over_adam", f"muon5_update@{at(DOMINATED)}", 1.2, np.inf),
+        control=Control("gradients of noise alone", Within("median_over_adam", f"muon5_update@{at(0)}", 1.2, np.inf)),
+    ),
+    Claim(
+        id="K2-5", variant="its own direction", tier="M", source=K2,
+        statement="At equal RMS Muon adds more than Adam (1.1 times) to a weight's largest singular value where the "
+        "gradient itself has put that direction there.",
+        reported="Growth of the largest singular values is laid to Muon.", boundary=_RANDOM,
+        criterion=Within("growth_over_adam_own", f"muon5_update@{at(DOMINATED)}", 1.1, np.inf),
+        control=Control("directions that have nothing to do with the gradient, in the root mean square",
+                        Within("growth_over_adam_elsewhere", f"muon5_update@{at(DOMINATED)}", 1.1, np.inf)),
+    ),
+    Claim(
+        id="K2-5", variant="its own direction, how much", tier="M", source="derived here",
+        statement="There an exact update would add pi / (2 sqrt(n)) times what Adam adds; with 8 + 2 steps it does, to "
+        "15 %.",
+        reported="Not reported.", boundary=f"{_RANDOM} For a Gaussian direction of rank 1 and a sign-like Adam.",
+        criterion=Within("growth_over_formula", f"hybrid10_update@{at(DOMINATED)}", 0.85, 1.15),
+        control=Control("gradients of noise alone", Within("growth_over_formula", f"hybrid10_update@{at(0)}", 0.85, 1.15)),
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How much is drawn and scanned."""
+
+    draws: int = 8
+    """Independent matrices; a claim has to hold on every one."""
+    grid: int = 2000
+    """Singular values from 1e-5 to 1, equally spaced in the logarithm, whose images are taken."""
+    imbalances: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+    """Factors on the gradient of head 0, among them 1, 100 and 1000."""
+    strengths: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+    """RMS of the gradient's fixed direction over that of its noise, among them 0 and 8."""
+    directions: int = 256
+    """Pairs of random bases along which components are taken, each of 64 pairs of directions."""
+    evidence: bool = True
+    """Whether verdicts count as evidence; false for a quick look and for a preset changed by hand."""
+
+    def __post_init__(self) -> None:
+        if not {1.0, LOUD, LOUDEST} <= set(self.imbalances) or min(self.imbalances) < 1:
+            raise ReproError(f"imbalances {self.imbalances} must hold 1, 100 and 1000, and be at least 1.")
+        if not {0.0, DOMINATED} <= set(self.strengths) or min(self.strengths) < 0:
+            raise ReproError(f"strengths {self.strengths} must hold 0 and 8, and not be negative.")
+        if self.draws < 1 or self.directions < 1 or self.grid < 50:
+            raise ReproError("draws and directions are at least 1, grid at least 50.")
+
+
+def polar(x: np.ndarray) -> np.ndarray:
+    """U V^T of x = U S V^T on the last two axes, in float64: the matrix that Newton–Schulz approaches."""
+    u, _, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    return u @ vt
+
+
+def root_mean_square(x: np.ndarray, axis: tuple[int, ...] | None = None) -> np.ndarray:
+    return np.sqrt(np.mean(np.square(np.asarray(x, np.float64)), axis))
+
+
+def basis(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random orthonormal columns, `[..., rows, columns]`."""
+    return np.linalg.qr(rng.normal(size=shape))[0]
+
+
+@functools.cache
+def _iterate(arm: str):
+    schedule, dtype = MAPS[arm]
+    return jax.jit(lambda x: newton_schulz(x, schedule, dtype=dtype))
+
+
+def images(s: np.ndarray, arm: str) -> np.ndarray:
+    """What an arm makes of the singular values s `[S]` of matrices of Frobenius norm 1."""
+    x = np.zeros((len(s), 2, 2), np.float32)
+    x[:, 0, 0], x[:, 1, 1] = s, np.sqrt(1 - s**2)
+    return np.asarray(_iterate(arm)(x), np.float64)[:, 0, 0]
+
+
+def in_random_bases(draw: int, arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """(singular values over the Frobenius norm, what an arm makes of each), `[48]`, for a 48 x 96 matrix."""
+    rng = np.random.default_rng([draw, 1])
+    u, v = basis(rng, 48, 48), basis(rng, 96, 48)
+    s = np.geomspace(1.0, 1e-3, 48)
+    s /= np.sqrt((s**2).sum())
+    out = np.asarray(_iterate(arm)(((u * s) @ v.T).astype(np.float32)), np.float64)
+    return s, np.einsum("is,ij,js->s", u, out, v)
+
+
+def value_runs(preset: Preset) -> Iterator[Run]:
+    """Images of singular values: the worst over the grid and a matrix in random bases, and the curves for a figure."""
+    grid = np.geomspace(1e-5, 1.0, preset.grid)
+    for arm in MAPS:
+        image = images(grid, arm)
+        for draw in range(preset.draws):
+            of_matrix = in_random_bases(draw, arm)
+            s, p = np.concatenate([grid, of_matrix[0]]), np.concatenate([image, of_matrix[1]])
+            metrics = {"highest": p.max()}
+            for name, least in (("2e-3", 2e-3), ("1e-3", 1e-3), ("1e-2", 1e-2)):
+                metrics[f"distance_from_{name}"] = np.abs(p[s >= least * (1 - 1e-9)] - 1).max()
+                metrics[f"lowest_from_{name}"] = p[s >= least * (1 - 1e-9)].min()
+            beyond = grid[np.abs(image - 1) > 1e-3]
+            yield Run(arm, draw, metrics | {"reach": beyond.max() if len(beyond) else grid[0]})
+        shown = images(np.array([s for _, s in _CURVE]), arm)
+        yield from (Run(arm, 0, {"image": p}, point=name) for (name, _), p in zip(_CURVE, shown, strict=True))
+
+
+def power(x: np.ndarray, exponent: float) -> np.ndarray:
+    """A power of a symmetric matrix on its range: eigenvalues below 1e-12 of the largest stay zero."""
+    values, vectors = np.linalg.eigh(x)
+    kept = values > 1e-12 * values.max()
+    return (vectors * np.where(kept, np.where(kept, values, 1.0) ** exponent, 0.0)) @ vectors.T
+
+
+def shampoo(gradient: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """L^(-1/4) G R^(-1/4) with L and R summed over the gradient `[A, B]` and others before it."""
+    left = sum(g @ g.T for g in (gradient, *others))
+    right = sum(g.T @ g for g in (gradient, *others))
+    return power(left, -0.25) @ gradient @ power(right, -0.25)
+
+
+def gaussians(draw: int, rank: int | None = None) -> dict[str, np.ndarray]:
+    """A normal matrix of every shape, or a product of two of that rank."""
+    rng = np.random.default_rng([draw, 2, rank or 0])
+    found = {}
+    for rows, columns in SHAPES:
+        x = rng.normal(size=(rows, columns)) if rank is None else rng.normal(size=(rows, rank)) @ rng.normal(
+            size=(rank, columns)
+        )  # fmt: skip
+        found[f"{rows}x{columns}"] = x.astype(np.float32)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("schedule", "rms"))
+def updates(gradients: dict[str, jax.Array], *, schedule: str, rms: float | str) -> dict[str, jax.Array]:
+    """Every matrix of the dictionary orthogonalised, with its factor."""
+    layouts = {name: Layout("matrix", inputs=(0,), outputs=(1,)) for name in gradients}
+    return orthogonalise(gradients, layouts, schedule=schedule, rms=rms, dtype=jnp.float32)
+
+
+_FACTORS = {"v4": ("hybrid10", 0.18), "moonlight": ("muon5", 0.2), "jordan": ("hybrid10", "jordan")}
+
+
+def size_runs(preset: Preset) -> Iterator[Run]:
+    """RMS of updates by shape and by rank, and one-step Shampoo beside them."""
+    for draw in range(preset.draws):
+        gradients, others = gaussians(draw), gaussians(1000 + draw)
+        exact = {name: polar(x) for name, x in gradients.items()}
+        lemma = {name: root_mean_square(x) * np.sqrt(max(x.shape)) - 1 for name, x in exact.items()}
+        lemma_min = {name: root_mean_square(x) * np.sqrt(min(x.shape)) - 1 for name, x in exact.items()}
+        yield Run("exact", draw, {"lemma_off": _worst(lemma), "lemma_off_min": _worst(lemma_min)})
+        found = {arm: updates(gradients, schedule=s, rms=rms) for arm, (s, rms) in _FACTORS.items()}
+        for arm, tree in found.items():
+            rms = {name: float(root_mean_square(x)) for name, x in tree.items()}
+            metrics = _ends(rms.values()) | {"rms_spread": max(rms.values()) / min(rms.values())}
+            if arm != "jordan":
+                by_rows = [rms[f"{a}x{b}"] * np.sqrt(a / max(a, b)) for a, b in SHAPES]
+                metrics |= _ends(by_rows, "_by_rows")
+            if arm == "v4":
+                metrics |= _rank_metrics(draw)
+            yield Run(arm, draw, metrics)
+            for rows, columns in SHAPES:
+                if min(rows, columns) == 32:
+                    name = f"{rows}x{columns}"
+                    yield Run(arm, draw, {"update_rms": rms[name]}, point=name)
+        one = {name: shampoo(x.astype(np.float64)) for name, x in gradients.items()}
+        two = {name: shampoo(*(g[name].astype(np.float64) for g in (gradients, others))) for name in gradients}
+        metrics = {
+            "shampoo_off": max(np.abs(one[name] - exact[name]).max() for name in one),
+            "shampoo_two_off": max(np.abs(two[name] - exact[name]).max() for name in one),
+        }
+        for arm, schedule in (("v4", "hybrid10"), ("moonlight", "muon5")):
+            rms = _FACTORS[arm][1]
+            metrics[f"{schedule}_from_shampoo"] = max(
+                np.linalg.norm(found[arm][f"{a}x{b}"] / update_factor(rms, a, b) - one[f"{a}x{b}"])
+                / np.linalg.norm(one[f"{a}x{b}"])
+                for a, b in SHAPES
+                if a != b
+            )
+        yield Run("shampoo", draw, metrics)
+
+
+def _rank_metrics(draw: int) -> dict[str, float]:
+    off, off_full = {}, {}
+    for rank in RANKS:
+        for name, x in updates(gaussians(draw, rank), schedule="hybrid10", rms=0.18).items():
+            rms = root_mean_square(x) / update_factor(0.18, *x.shape)
+            off[name, rank] = rms / np.sqrt(rank / x.size) - 1
+            off_full[name, rank] = rms * np.sqrt(max(x.shape)) - 1
+    return {"rank_off": _worst(off), "rank_off_full": _worst(off_full)}
+
+
+def _worst(values: dict) -> float:
+    return max(abs(float(value)) for value in values.values())
+
+
+def _ends(values, suffix: str = "") -> dict[str, float]:
+    values = list(values)
+    return {f"least_rms{suffix}": min(values), f"largest_rms{suffix}": max(values)}
+
+
+def head_gradients(draw: int, imbalances: tuple[float, ...]) -> dict[str, np.ndarray]:
+    """Normal gradients w_NDHK of every size, head 0 times each factor in turn."""
+    found = {}
+    for number, (size, shape) in enumerate(HEADS.items()):
+        x_DHK = np.random.default_rng([draw, 3, number]).normal(size=shape)
+        x_NDHK = np.repeat(x_DHK[None], len(imbalances), axis=0)
+        x_NDHK[:, :, 0] *= np.array(imbalances)[:, None, None]
+        found[size] = x_NDHK.astype(np.float32)
+    return found
+
+
+_HEAD_LAYOUTS = {size: Layout("matrix", inputs=(1,), outputs=(2, 3), head=2) for size in HEADS}
+
+
+@functools.partial(jax.jit, static_argnames=("schedule", "heads"))
+def _head_updates(gradients: dict[str, jax.Array], *, schedule: str, heads: bool) -> dict[str, jax.Array]:
+    layouts = per_head(_HEAD_LAYOUTS) if heads else _HEAD_LAYOUTS
+    return orthogonalise(gradients, layouts, schedule=schedule, rms=0.2, dtype=jnp.float32)
+
+
+def head_updates(gradients: dict[str, np.ndarray], arm: str) -> dict[str, np.ndarray]:
+    """Updates of an RMS of about 0.2 in the form of the gradients, by an arm named schedule_whole or schedule_heads."""
+    schedule, split = arm.split("_")
+    if schedule != "exact":
+        return {
+            k: np.asarray(v) for k, v in _head_updates(gradients, schedule=schedule, heads=split == "heads").items()
+        }
+    found = {}
+    for size, x_NDHK in gradients.items():
+        n, d, h, k = x_NDHK.shape
+        found[size] = update_factor(0.2, d, h * k) * polar(x_NDHK.reshape(n, d, h * k)).reshape(n, d, h, k)
+    return found
+
+
+HEAD_ARMS = ("exact_whole", "muon5_whole", "hybrid10_whole", "muon5_heads", "hybrid10_heads")
+
+
+def head_runs(preset: Preset) -> Iterator[Run]:
+    """RMS of every head's update, by arm, size and imbalance."""
+    for draw in range(preset.draws):
+        gradients = head_gradients(draw, preset.imbalances)
+        for arm in HEAD_ARMS:
+            found = head_updates(gradients, arm)
+            moved, ends = 0.0, {}
+            for size, (d, h, k) in HEADS.items():
+                x_NDHK = found[size]
+                rms_NH = root_mean_square(x_NDHK, (1, 3))
+                spread_N = rms_NH.max(1) / rms_NH.min(1)
+                moved = max(moved, float(np.abs(x_NDHK - x_NDHK[preset.imbalances.index(1.0)]).max() / 0.2))
+                for i, factor in enumerate(preset.imbalances):
+                    metrics = {"head_spread": spread_N[i]}
+                    if size == "latent":
+                        loud = rms_NH[i, 0] / root_mean_square(rms_NH[i, 1:])
+                        limit = np.sqrt(k * (h - 1) / (d - k))
+                        metrics |= {"loud_over_limit": loud / limit, "loud_over_columns": loud / np.sqrt(h * k / d)}
+                    yield Run(arm, draw, metrics, point=at(factor), size=size)
+                yield Run(arm, draw, {"worst_head_spread": spread_N.max()}, size=size)
+                ends[size] = rms_NH, rms_NH * np.sqrt(max(d, h * k) / max(d, k))
+            metrics = {"moved_by_imbalance": moved}
+            if arm.endswith("heads"):
+                for i, suffix in enumerate(("", "_whole_factor")):
+                    metrics |= _ends((float(v) for both in ends.values() for v in both[i].ravel()), suffix)
+            yield Run(arm, draw, metrics)
+
+
+UPDATES = ("adam_update", "muon5_update", "hybrid10_update")
+
+
+@jax.jit
+def momentum_updates(direction: jax.Array, strength: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+    """The last update `[n, n]` of each optimizer on gradients strength * direction + noise, fresh at every step."""
+    layouts = {"w": Layout("matrix", inputs=(0,), outputs=(1,))}
+    rules = {
+        "adam_update": optax.scale_by_adam(b1=0.9, b2=0.95),
+        "muon5_update": scale_by_muon(layouts, schedule="muon5"),
+        "hybrid10_update": scale_by_muon(layouts, schedule="hybrid10"),
+    }
+
+    def step(carry, i):
+        states, _ = carry
+        noise = jax.random.normal(jax.random.fold_in(key, i), direction.shape)
+        done = {name: rule.update({"w": strength * direction + noise}, states[name]) for name, rule in rules.items()}
+        return ({name: s for name, (_, s) in done.items()}, {name: u["w"] for name, (u, _) in done.items()}), None
+
+    states = {name: rule.init({"w": direction}) for name, rule in rules.items()}
+    last = {name: jnp.zeros_like(direction) for name in rules}
+    return jax.lax.scan(step, (states, last), jnp.arange(STEPS))[0][1]
+
+
+def effective_rank(x: np.ndarray) -> float:
+    """exp(-sum p ln p), p = squared singular values over their sum; n for n equal ones (Moonlight's entropy H is
+    ln of it over ln n)."""
+    p = np.linalg.svd(np.asarray(x, np.float64), compute_uv=False) ** 2
+    p = p[p > 0] / p.sum()
+    return float(np.exp(-(p * np.log(p)).sum()))
+
+
+def direction_runs(preset: Preset) -> Iterator[Run]:
+    """Effective ranks of updates at equal RMS, and their components along given and along random directions."""
+    for draw in range(preset.draws):
+        rng = np.random.default_rng([draw, 4])
+        u, v = rng.normal(size=(2, N))
+        u_own, v_own = u / np.linalg.norm(u), v / np.linalg.norm(v)
+        u_WNN, v_WNN = basis(rng, preset.directions, N, N), basis(rng, preset.directions, N, N)
+        for strength in preset.strengths:
+            direction = (np.outer(u, v) / root_mean_square(np.outer(u, v))).astype(np.float32)
+            raw = momentum_updates(direction, jnp.float32(strength), jax.random.key(draw))
+            found = {}
+            for arm in UPDATES:
+                x = np.asarray(raw[arm], np.float64)
+                x = x / root_mean_square(x)
+                elsewhere = np.einsum("wij,wij->wj", u_WNN, x @ v_WNN)
+                own = u_own @ x @ v_own
+                found[arm] = {
+                    "effective_rank_share": effective_rank(x) / N,
+                    "median_component": np.median(np.abs(elsewhere)),
+                    "mean_square_elsewhere": np.mean(elsewhere**2),
+                    "mean_square_own": own**2,
+                    "growth_own": own,
+                }
+            adam = found["adam_update"]
+            for arm, metrics in found.items():
+                growth = metrics["growth_own"] / adam["growth_own"]
+                yield Run(arm, draw, metrics | {
+                    "effective_rank_over_adam": metrics["effective_rank_share"] / adam["effective_rank_share"],
+                    "median_over_adam": metrics["median_component"] / adam["median_component"],
+                    "growth_over_adam_own": growth,
+                    "growth_over_adam_elsewhere": np.sqrt(
+                        metrics["mean_square_elsewhere"] / adam["mean_square_elsewhere"]
+                    ),
+                    "growth_over_formula": growth / (np.pi / (2 * np.sqrt(N))),
+                }, point=at(strength))  # fmt: skip
+
+
+def checks(preset: Preset) -> list[Run]:
+    """All of the above."""
+    return [*value_runs(preset), *size_runs(preset), *head_runs(preset), *direction_runs(preset)]
+
+
+def heat() -> dict[str, np.ndarray]:
+    """RMS of every head's update by imbalance, `[7, 8]`, at H K = 4 D."""
+    gradients = {"latent": head_gradients(0, _CPU.imbalances)["latent"]}
+    exact = root_mean_square(head_updates(gradients, "exact_whole")["latent"], (1, 3))
+    apart = np.stack([0.2 * np.sqrt(64) * polar(gradients["latent"][:, :, i]) for i in range(8)], 2)
+    return {"whole matrix, exact": exact, "head by head, exact": root_mean_square(apart, (1, 3))}
+
+
+_CPU = Preset()
+_CURVE = tuple((f"s{s:.3g}", float(s)) for s in np.geomspace(1e-5, 1.0, 61))
+_SIDES = tuple((f"{a}x{b}", a / b) for a, b in SHAPES if min(a, b) == 32)
+_IMBALANCES = tuple((at(f), f) for f in _CPU.imbalances)
+_STRENGTHS = tuple((at(s), s) for s in _CPU.strengths)
+FIGURES = (
+    Dose("values", "image", "What Newton–Schulz makes of a singular value", "singular value / Frobenius norm",
+         "singular value of the result", _CURVE, ("muon5", "hybrid10", "two_first", "hybrid10_bf16"), log_x=10,
+         lines=(Reference("1", y=1.0), Reference("2e-3", x=2e-3))),
+    Dose("rms", "update_rms", "Size of an update against the shape of its matrix", "rows / columns, the smaller is 32",
+         "RMS of the update", _SIDES, ("v4", "moonlight", "jordan"), log_x=2, log_y=True,
+         lines=(Reference("0.18", y=0.18),)),
+    Dose("heads", "head_spread", "Spread of update sizes over heads", "gradient of head 0 times",
+         "largest over smallest RMS of a head", _IMBALANCES, HEAD_ARMS, log_x=10, log_y=True),
+    Heatmap("head_rms", "RMS of every head's update, D = 64, 8 heads of 32", heat, "RMS of the update",
+            xlabel="head", ylabel="imbalance, x1 to x1000", log=True),
+    Dose("effective_rank", "effective_rank_share", "Effective rank of an update", "RMS of the direction / RMS of the noise",
+         "effective rank / n", _STRENGTHS, UPDATES),
+    Dose("own", "growth_own", "What an update of RMS 1 adds along the gradient's own direction",
+         "RMS of the direction / RMS of the noise", "u^T O v", _STRENGTHS, UPDATES,
+         lines=(Reference("sqrt(n)", y=float(np.sqrt(N))), Reference("2 n / pi", y=2 * N / np.pi))),
+)  # fmt: skip
+
+EXPERIMENT = Experiment(
+    name="muon-geometry",
+    title="The geometry of orthogonalised updates",
+    claims=CLAIMS_VALUES + CLAIMS_SIZE + CLAIMS_HEADS + CLAIMS_DIRECTIONS,
+    arms=ARMS,
+    presets={
+        "smoke": Preset(draws=2, grid=400, imbalances=(1.0, LOUD, LOUDEST), strengths=(0.0, DOMINATED), evidence=False),
+        "cpu": _CPU,
+    },
+    checks=checks,
+    check_arms=("exact", "shampoo"),
+    figures=FIGURES,
+)
+
+if __name__ == "__main__":
+    from repro.cli import run_script
+
+    run_script(EXPERIMENT)

@@ -1,0 +1,72 @@
+"""Multi-head latent attention: keys and values of all heads from one small latent."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from repro.models.attention import attend, rope
+from repro.models.config import ModelConfig
+from repro.models.linear import folded, linear
+from repro.models.norm import RMSNorm
+from repro.models.parameter import normal, parameter
+
+
+class MultiHeadLatentAttention(nnx.Module):
+    """softmax((q_nope.k_nope + q_rope.k_rope) / sqrt(K + R)) v over earlier positions (DeepSeek-V2, arXiv 2405.04434,
+    section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
+
+    Keys and values come from a latent of size C = `kv_rank`, queries from one of `q_rank`, or straight from x with
+    `q_rank` 0 (then `q_DHJ`, and no norm). Each latent passes an RMSNorm (DeepSeek-V3, section 4.2). A query head has K
+    components without position, then R that RoPE turns; the rotary key is one for all heads and has no norm.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        D, H, C, K, R, V = (
+            getattr(config, n) for n in ("width", "heads", "kv_rank", "nope_size", "rope_size", "value_size")
+        )
+        self.config = config
+        into_heads = dict(role="matrix", inputs=(0,), outputs=(1, 2), head=1)
+        down = dict(role="matrix", inputs=(0,), outputs=(1,))
+        # A head's own key scales with the rest of the head; the rotary one belongs to other heads too.
+        query = dict(parts=(2, (("nope", K, "q"), ("rope", R, "q_shared")), False), **into_heads)
+        latent_norm = lambda size: RMSNorm(size, config.norm_eps, config.dots.policy("norm"))
+        if config.q_rank:
+            self.q_down_DC = parameter(normal(rngs.params(), (D, config.q_rank), D), **down)
+            self.q_norm = latent_norm(config.q_rank)
+            self.q_up_CHJ = parameter(normal(rngs.params(), (config.q_rank, H, K + R), config.q_rank), **query)
+        else:
+            self.q_DHJ = parameter(normal(rngs.params(), (D, H, K + R), D), **query)
+        self.kv_down_DC = parameter(normal(rngs.params(), (D, C), D), **down)
+        self.kv_norm = latent_norm(C)
+        self.k_rope_DR = parameter(normal(rngs.params(), (D, R), D), qk="k_shared", **down)
+        self.k_up_CHK = parameter(normal(rngs.params(), (C, H, K), C), qk="k", **into_heads)
+        self.v_up_CHV = parameter(normal(rngs.params(), (C, H, V), C), **into_heads)
+        self.o_HVD = parameter(
+            normal(rngs.params(), (H, V, D), H * V, gain=(2 * config.layers) ** -0.5),
+            "matrix", inputs=(0, 1), outputs=(2,), head=0,
+        )  # fmt: skip
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]. `key` is for policies
+        that round stochastically."""
+        config, K = self.config, self.config.nope_size
+        apply = lambda x, w, i, inputs=1: linear(x, w[...], config, "attention", folded(key, i), inputs=inputs)
+        turn = lambda x_BTHR: rope(x_BTHR, config.rope_theta, interleaved=config.rope_interleaved)
+        with jax.named_scope("q"):
+            if config.q_rank:
+                q_BTHJ = apply(self.q_norm(apply(x_BTD, self.q_down_DC, 0)), self.q_up_CHJ, 1)
+            else:
+                q_BTHJ = apply(x_BTD, self.q_DHJ, 1)
+            q_BTHK, q_BTHR = q_BTHJ[..., :K], turn(q_BTHJ[..., K:])
+        with jax.named_scope("kv"):
+            latent_BSC = self.kv_norm(apply(x_BTD, self.kv_down_DC, 2))
+            k_BSHK, v_BSHV = apply(latent_BSC, self.k_up_CHK, 3), apply(latent_BSC, self.v_up_CHV, 4)
+            k_BSR = turn(apply(x_BTD, self.k_rope_DR, 5)[:, :, None])[:, :, 0]
+        with jax.named_scope("logits"):
+            raw_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+            raw_BHTS += jnp.einsum("bthr,bsr->bhts", q_BTHR, k_BSR, preferred_element_type=jnp.float32)
+            raw_BHTS *= config.head_size**-0.5
+        mixed_BTHV, statistics = attend(raw_BHTS, v_BSHV, config.soft_cap)
+        return apply(mixed_BTHV, self.o_HVD, 6, inputs=2), statistics
