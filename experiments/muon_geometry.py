@@ -1,4 +1,4 @@
-"""What an orthogonalised update is: its singular values, its size, its share for every head, and what Shampoo makes of it.
+"""What an orthogonalised update is: its singular values, its size, its share for every head, its directions.
 
 Written before the first run: the claims, their rules and controls below. Nothing is trained. Gradients are random
 matrices of known spectrum, so every statement has a closed form.
@@ -106,7 +106,8 @@ CLAIMS_VALUES = (
         control=Control("8 + 2 steps", _singular("hybrid10", "2e-3", 0.1, np.inf)),
     ),
     Claim(
-        id="V4-1", variant="where five steps lead", tier="M", source="derived here from the coefficients of Jordan et al. (2024)",
+        id="V4-1", variant="where five steps lead", tier="M",
+        source="derived here from the coefficients of Jordan et al. (2024)",
         statement="Five steps bring every singular value from 1e-2 of the Frobenius norm up to between 0.65 and 1.15.",
         reported="Often described as about uniform between 0.5 and 1.5.", boundary=_SPECTRA,
         criterion=All((Within("lowest_from_1e-2", "muon5", 0.65, 1.15), Within("highest", "muon5", 0.65, 1.15))),
@@ -213,16 +214,16 @@ CLAIMS_HEADS = (
     ),
     Claim(
         id="K3-1", variant="H K > D: starves", tier="M", source=K3,
-        statement="Where H K = 4 D and K = D, even exact whole-matrix orthogonalisation leaves heads at least 5 apart at "
-        "x100.",
+        statement="Where H K = 4 D and K = D, even exact whole-matrix orthogonalisation leaves heads at least 5 apart "
+        "at x100.",
         reported="Heads of large gradients are said to dominate.", boundary=_HEADS,
         criterion=_spread("exact_whole", f"@{at(LOUD)}/wide", 5.0, np.inf),
         control=Control("H K <= D", _spread("exact_whole", f"@{at(LOUD)}/square", 5.0, np.inf)),
     ),
     Claim(
         id="K3-1", variant="H K > D: how far", tier="M", source="derived here",
-        statement="Where K < D < H K, the loud head ends with sqrt(K (H - 1) / (D - K)) times the RMS of the others, to "
-        "1 % at x1000.",
+        statement="Where K < D < H K, the loud head ends with sqrt(K (H - 1) / (D - K)) times the RMS of the others, "
+        "to 1 % at x1000.",
         reported="Not reported.", boundary=_HEADS,
         criterion=Within("loud_over_limit", f"exact_whole@{at(LOUDEST)}/latent", 0.99, 1.01),
         control=Control("sqrt(H K / D), the ratio of columns to directions",
@@ -309,7 +310,8 @@ CLAIMS_DIRECTIONS = (
         "15 %.",
         reported="Not reported.", boundary=f"{_RANDOM} For a Gaussian direction of rank 1 and a sign-like Adam.",
         criterion=Within("growth_over_formula", f"hybrid10_update@{at(DOMINATED)}", 0.85, 1.15),
-        control=Control("gradients of noise alone", Within("growth_over_formula", f"hybrid10_update@{at(0)}", 0.85, 1.15)),
+        control=Control("gradients of noise alone",
+                        Within("growth_over_formula", f"hybrid10_update@{at(0)}", 0.85, 1.15)),
     ),
 )  # fmt: skip
 
@@ -653,8 +655,8 @@ FIGURES = (
          "largest over smallest RMS of a head", _IMBALANCES, HEAD_ARMS, log_x=10, log_y=True),
     Heatmap("head_rms", "RMS of every head's update, D = 64, 8 heads of 32", heat, "RMS of the update",
             xlabel="head", ylabel="imbalance, x1 to x1000", log=True),
-    Dose("effective_rank", "effective_rank_share", "Effective rank of an update", "RMS of the direction / RMS of the noise",
-         "effective rank / n", _STRENGTHS, UPDATES),
+    Dose("effective_rank", "effective_rank_share", "Effective rank of an update",
+         "RMS of the direction / RMS of the noise", "effective rank / n", _STRENGTHS, UPDATES),
     Dose("own", "growth_own", "What an update of RMS 1 adds along the gradient's own direction",
          "RMS of the direction / RMS of the noise", "u^T O v", _STRENGTHS, UPDATES,
          lines=(Reference("sqrt(n)", y=float(np.sqrt(N))), Reference("2 n / pi", y=2 * N / np.pi))),

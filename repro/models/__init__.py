@@ -12,7 +12,7 @@ from repro.models.parameter import declarations, parameter
 from repro.models.transformer import Block, Transformer, abstract, init_and_apply
 
 __all__ = [
-    "SIZES", "Block", "DenseFFN", "ModelConfig", "MultiHeadAttention", "MultiHeadLatentAttention", "Output",
-    "RMSNorm", "Size", "Stats", "Transformer", "abstract", "declarations", "functional", "init_and_apply", "layer_norm", "parameter", "rms_norm",
-    "rope", "soft_cap", "swiglu",
+    "SIZES", "Block", "DenseFFN", "ModelConfig", "MultiHeadAttention", "MultiHeadLatentAttention", "Output", "RMSNorm",
+    "Size", "Stats", "Transformer", "abstract", "declarations", "functional", "init_and_apply", "layer_norm",
+    "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
 ]  # fmt: skip

@@ -29,8 +29,9 @@ def parameter(
     """An `nnx.Param` with its declaration as metadata. Axes count within one layer.
 
     `qk` is "q" or "k" for the two projections whose product is the attention logit, "q_shared" and "k_shared" where
-    several heads share that key, and `group` names the attention. `parts` is `(axis, ((name, size, qk), ...), split)` for
-    an axis of named segments; `split` says whether an optimizer treats them as separate matrices.
+    several heads share that key (also of the gain of a norm on them), and `group` names the attention. `parts` is
+    `(axis, ((name, size, qk), ...), split)` for an axis of named segments; `split` says whether an optimizer treats
+    them as separate matrices.
     """
     declaration = {
         "role": role, "inputs": inputs, "outputs": outputs, "head": head, "expert": expert, "parts": parts, "qk": qk,
@@ -47,8 +48,8 @@ def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, gain: float =
 def declarations(module: nnx.Module) -> dict[str, Any]:
     """The declaration of every parameter, as a nested dict like `nnx.to_pure_dict` gives for the values.
 
-    A leaf is a dict with `role inputs outputs head expert parts qk group layer`. Below a module that stacks its layers (attribute
-    `stacked` names such children) the leading axis is `layer` and the other axes move up by one.
+    A leaf is a dict with `role inputs outputs head expert parts qk group layer`. Below a module that stacks its layers
+    (attribute `stacked` names such children) the leading axis is `layer` and the other axes move up by one.
     """
     stacked = set(getattr(module, "stacked", ()))
 

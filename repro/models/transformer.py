@@ -96,7 +96,8 @@ def abstract(config: ModelConfig) -> Transformer:
 def init_and_apply(
     config: ModelConfig,
 ) -> tuple[Callable[[jax.Array], dict[str, Any]], Callable[..., Output]]:
-    """`init(key) -> params` and `apply(params, tokens_BT, **options) -> Output` (the options of a call) over plain nested dicts, for jit, vmap and scan.
+    """`init(key) -> params` and `apply(params, tokens_BT, **options) -> Output` (the options of a call) over plain
+    nested dicts, for jit, vmap and scan.
 
     The module lives only at trace time, so both compose with every JAX transformation.
     """

@@ -21,17 +21,19 @@ KINDS = {
     "layer": {"qk_norm": "layer"},
     "soft_cap": {"soft_cap": 3.0},
     "layer and soft_cap": {"qk_norm": "layer", "soft_cap": 1.5},
+    "grouped": {"heads": 4, "kv_heads": 2, "head_dim": K, "rope_interleaved": True},  # four heads of K: wider than D
 }
 
 
 def config_of(kind):
-    return ModelConfig(layers=2, width=D, heads=H, ffn=8, rope_theta=10.0, norm_eps=1e-3, **KINDS[kind])
+    return ModelConfig(**dict(layers=2, width=D, heads=H, ffn=8, rope_theta=10.0, norm_eps=1e-3) | KINDS[kind])
 
 
 def make_weights(kind, seed=0, scale=0.7):
-    rng = np.random.default_rng(seed)
-    w = {n: rng.normal(size=(D, H, K)) * scale for n in ("q_DHK", "k_DHK", "v_DHV")}
-    w["o_HVD"] = rng.normal(size=(H, K, D))
+    rng, heads = np.random.default_rng(seed), config_of(kind).heads
+    sizes = {"q_DHK": heads, "k_DHK": H, "v_DHV": H}
+    w = {n: rng.normal(size=(D, h, K)) * scale for n, h in sizes.items()}
+    w["o_HVD"] = rng.normal(size=(heads, K, D))
     if "qk_norm" in KINDS[kind]:
         w |= {n: 1 + rng.normal(size=K) for n in ("q_gain_K", "k_gain_K")}
     return {n: x.astype(np.float32) for n, x in w.items()}
@@ -61,10 +63,12 @@ def by_loops(kind, wrong=""):
     config, w = config_of(kind), {n: np.float64(x) for n, x in make_weights(kind).items()}
     x, eps = np.float64(X), config.norm_eps
     out = np.zeros((B, T, D))
-    found = {n: [[] for _ in range(H)] for n in ("max_logit", "max_abs_logit", "max_capped_logit", "entropy")}
+    heads = config.heads
+    found = {n: [[] for _ in range(heads)] for n in ("max_logit", "max_abs_logit", "max_capped_logit", "entropy")}
 
     def turn(v, t):
-        z = (v[: K // 2] + 1j * v[K // 2 :]) * np.exp(1j * t * config.rope_theta ** (-2 * np.arange(K // 2) / K))
+        a, b = (v[::2], v[1::2]) if config.rope_interleaved != (wrong == "other pairs") else (v[: K // 2], v[K // 2 :])
+        z = (a + 1j * b) * np.exp(1j * t * config.rope_theta ** (-2 * np.arange(K // 2) / K))
         return np.concatenate([z.real, z.imag])
 
     def norm(v, gain):
@@ -81,10 +85,11 @@ def by_loops(kind, wrong=""):
         return turn(norm(v, gain), 0 if wrong == "no rope" else t)
 
     for b in range(B):
-        for h in range(H):
+        for h in range(heads):
+            own = h % H if wrong == "groups across" else h // (heads // H)
             for t in range(T):
                 q = ready(w["q_DHK"], w.get("q_gain_K"), b, t, h)
-                raw = np.array([q @ ready(w["k_DHK"], w.get("k_gain_K"), b, s, h) for s in range(T)])
+                raw = np.array([q @ ready(w["k_DHK"], w.get("k_gain_K"), b, s, own) for s in range(T)])
                 raw = raw / (K if wrong == "scale 1/K" else D**0.5 if wrong == "scale by width" else K**0.5)
                 seen = raw
                 if (cap := config.soft_cap) and wrong != "no cap":
@@ -94,7 +99,7 @@ def by_loops(kind, wrong=""):
                     visible[:] = True
                 p = np.where(visible, np.exp(seen), 0)
                 p = p / p.sum()
-                mixed = sum(p[s] * (x[b, s] @ w["v_DHV"][:, h]) for s in range(T))
+                mixed = sum(p[s] * (x[b, s] @ w["v_DHV"][:, own]) for s in range(T))
                 out[b, t] += mixed @ w["o_HVD"][h]
                 here = np.ones(T, bool) if wrong == "masked counted" else visible
                 signed = {"absolute": np.abs(raw), "after cap": seen}.get(wrong, raw)
@@ -104,14 +109,14 @@ def by_loops(kind, wrong=""):
                 entropy = -sum(v * (np.log2(v) if wrong == "bits" else np.log(v)) for v in p if v > 0)
                 found["entropy"][h].append(entropy)
     reduce = {"entropy": np.max if wrong == "largest entropy" else np.mean}
-    return out, {n: np.array([reduce.get(n, np.max)(v) for v in heads]) for n, heads in found.items()}
+    return out, {n: np.array([reduce.get(n, np.max)(v) for v in lists]) for n, lists in found.items()}
 
 
 def same(got, want):
     np.testing.assert_allclose(got[0], want[0], atol=3e-5)
     assert set(got[1]) == set(want[1])
     for name in want[1]:
-        assert got[1][name].shape == (H,) and got[1][name].dtype == jnp.float32
+        assert got[1][name].shape == want[1][name].shape and got[1][name].dtype == jnp.float32
         np.testing.assert_allclose(got[1][name], want[1][name], atol=3e-5, err_msg=name)
 
 
@@ -132,6 +137,7 @@ def test_equals_loops_over_heads_and_positions(kind):
         ),
         *((kind, w) for kind in ("rms", "layer") for w in ["no qk-norm", "other norm", "no gain", "norm after rope"]),
         *(("soft_cap", w) for w in ["no cap", "hard cap", "after cap", "before cap"]),
+        *(("grouped", w) for w in ["groups across", "other pairs", "scale by width"]),
     ],
 )  # fmt: skip
 def test_the_same_check_finds(kind, wrong):

@@ -55,12 +55,45 @@ def test_every_size_is_a_valid_config_that_keeps_the_switches(name):
         {"norm_eps": -1e-6},
         {"norm_eps": math.inf},
         {"compute_dtype": "float16"},
+        {"attention": "gqa"},
+        {"kv_heads": 3},
+        {"kv_heads": -2},
+        {"head_dim": 5},
+        *({name: 8} for name in ("q_rank", "kv_rank", "nope_size", "rope_size", "value_size")),
     ],
     ids=str,
 )
 def test_refused(wrong):
     with pytest.raises(ReproError, match=f"model.({'|'.join(wrong)})"):
         ModelConfig(**wrong)
+
+
+MLA = dict(attention="mla", q_rank=24, kv_rank=16, nope_size=16, rope_size=8, value_size=12)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: 0} for name in ("kv_rank", "nope_size", "rope_size", "value_size")),
+        {"rope_size": 7},
+        {"q_rank": 65},
+        {"kv_rank": 65},
+        {"kv_heads": 2},
+        {"head_dim": 16},
+        {"qk_norm": "rms"},
+    ],
+    ids=str,
+)
+def test_refused_with_latent_attention(wrong):
+    with pytest.raises(ReproError, match=f"model.({'|'.join(wrong)})"):
+        ModelConfig(**MLA | wrong)
+
+
+def test_head_sizes():
+    assert ModelConfig(**MLA).head_size == 24
+    assert ModelConfig(**MLA | {"q_rank": 0, "heads": 5}).head_size == 24  # heads need not divide the width
+    assert ModelConfig(heads=3, head_dim=20).head_size == 20
+    assert (ModelConfig().key_heads, ModelConfig(kv_heads=2).key_heads) == (4, 2)
 
 
 def test_frozen_and_hashable():

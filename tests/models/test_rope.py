@@ -36,6 +36,13 @@ def test_equals_complex_multiplication():
             np.testing.assert_allclose(got, turned(X, **wrong), atol=1e-6)
 
 
+def test_interleaved_turns_neighbours():
+    got = rope(jnp.asarray(X), THETA, interleaved=True)
+    np.testing.assert_allclose(got, turned(X, pairs="neighbours"), atol=1e-6)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(got, turned(X), atol=1e-6)
+
+
 def depends_on_the_distance_alone(f):
     """With one query and one key vector at all positions, q_t . k_s is constant along diagonals."""
     q, k = (np.broadcast_to(RNG.normal(size=(1, 1, 1, K)), (1, T, 1, K)).astype(np.float32) for _ in range(2))
