@@ -11,7 +11,7 @@ from repro.optim import Layout, Part, Parts, check_layouts, describe, from_decla
 
 CONFIGS = {
     f"{size} {norm}": dataclasses.replace(SIZES[size].apply(ModelConfig()), qk_norm=norm)
-    for size, norm in zip(SIZES, ["none", "rms", "layer"] * 3)
+    for size, norm in zip(SIZES, ["none", "rms", "layer"] * 3, strict=False)
 }
 STACKED = dataclasses.replace(SIZES["m"].apply(ModelConfig()), qk_norm="layer")
 

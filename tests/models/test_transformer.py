@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from repro.models import Block, ModelConfig, Transformer, init_and_apply
+from repro.models import Block, ModelConfig, MultiHeadLatentAttention, Transformer, init_and_apply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -19,6 +19,9 @@ KINDS = {
     "rms": dataclasses.replace(CONFIG, qk_norm="rms", soft_cap=20.0),
     "layer": dataclasses.replace(CONFIG, qk_norm="layer"),
     "looped": dataclasses.replace(CONFIG, layers=6),  # more layers than are unrolled
+    "mla": dataclasses.replace(
+        CONFIG, attention="mla", q_rank=12, kv_rank=10, nope_size=4, rope_size=2, value_size=6, soft_cap=20.0
+    ),
 }
 TOKENS = np.random.default_rng(0).integers(0, Z, size=(B, T))
 
@@ -75,7 +78,12 @@ def test_number_of_parameters(kind):
     c = KINDS[kind]
     D, H, K, F, L = c.width, c.heads, c.head_size, c.ffn, c.layers
     gains = 2 * D + (2 * K if c.qk_norm != "none" else 0)
-    per_layer = 4 * D * H * K + 3 * D * F + gains
+    attention = 4 * D * H * K
+    if c.attention == "mla":
+        gains += c.q_rank + c.kv_rank
+        attention = (D + H * K) * c.q_rank + D * (c.kv_rank + c.rope_size + H * c.value_size)
+        attention += c.kv_rank * H * (c.nope_size + c.value_size)
+    per_layer = attention + 3 * D * F + gains
     assert sum(x.size for x in jax.tree.leaves(params_of(kind))) == 2 * Z * D + D + L * per_layer
 
 
@@ -114,6 +122,21 @@ def test_start():
                 starts_as(wide_params(), {name: STANDARD_DEVIATIONS[name] * factor})
     gains = [x for p, x in jax.tree_util.tree_flatten_with_path(wide_params())[0] if "gain" in p[-1].key]
     assert len(gains) == 5 and all((g == 1).all() for g in gains)
+
+
+def test_start_of_latent_attention():
+    config = ModelConfig(
+        attention="mla", layers=2, width=256, q_rank=96, kv_rank=128, nope_size=64, rope_size=64, value_size=40
+    )
+    with nnx.set_graph_mode(False):
+        module = MultiHeadLatentAttention(config, rngs=nnx.Rngs(params=0))
+        params = nnx.to_pure_dict(nnx.split(module)[1])
+    fan_in = {
+        "q_down_DC": 256, "q_up_CHJ": 96, "kv_down_DC": 256, "k_rope_DR": 256, "k_up_CHK": 128, "v_up_CHV": 128,
+        "o_HVD": 4 * 160,  # smaller by sqrt(2 L), as everything that writes into the residual stream
+    }  # fmt: skip
+    starts_as(params, {name: size**-0.5 for name, size in fan_in.items()})
+    assert set(params) == {*fan_in, "q_norm", "kv_norm"}
 
 
 def test_start_depends_on_the_key_alone():
@@ -161,7 +184,7 @@ def gradients(config, params, tokens, stats_weight):
     return jax.grad(loss)(params)
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("kind", ["rms", "layer", "mla"])
 def test_every_parameter_learns_and_statistics_do_not_interfere(kind):
     grads = gradients(KINDS[kind], params_of(kind), TOKENS, 0.0)
     for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]:
