@@ -1,6 +1,9 @@
 """Optimizers as Optax transforms over parameter trees with declared roles; see README.md."""
 
+from repro.optim.adafactor import adafactor, scale_by_adafactor
+from repro.optim.adalayer import adalayer, scale_by_adalayer
 from repro.optim.adamw import adamw
+from repro.optim.families import OPTIMIZERS, adam, lion, optimizer, sgd, signum
 from repro.optim.layout import (
     Layout,
     Part,
@@ -15,9 +18,14 @@ from repro.optim.layout import (
 from repro.optim.muon import MuonState, muon, orthogonalise, scale_by_muon, update_factor
 from repro.optim.newton_schulz import NS_SCHEDULES, newton_schulz
 from repro.optim.qk_clip import qk_clip, qk_clip_factor
+from repro.optim.shampoo import scale_by_shampoo, shampoo
+from repro.optim.soap import scale_by_soap, soap
+from repro.optim.stable_adamw import scale_by_stable_adam, stable_adamw
 
 __all__ = [
-    "Layout", "MuonState", "NS_SCHEDULES", "Part", "Parts", "adamw", "check_layouts", "describe", "equal_parts",
-    "from_declarations", "muon", "newton_schulz", "orthogonalise", "per_head", "qk_clip", "qk_clip_factor",
-    "scale_by_muon", "split_parts", "update_factor",
+    "Layout", "MuonState", "NS_SCHEDULES", "OPTIMIZERS", "Part", "Parts", "adafactor", "adalayer", "adam", "adamw",
+    "check_layouts", "describe", "equal_parts", "from_declarations", "lion", "muon", "newton_schulz", "optimizer",
+    "orthogonalise", "per_head", "qk_clip", "qk_clip_factor", "scale_by_adafactor", "scale_by_adalayer",
+    "scale_by_muon", "scale_by_shampoo", "scale_by_soap", "scale_by_stable_adam", "sgd", "shampoo", "signum", "soap",
+    "split_parts", "stable_adamw", "update_factor",
 ]  # fmt: skip

@@ -30,8 +30,8 @@ class AdafactorState(NamedTuple):
 
 
 def matrix_layout(shape: tuple[int, ...], layout: Layout | None) -> Layout | None:
-    """Which axes of a leaf are rows and columns: those that its layout names, or else the two axes of its tensor; without
-    a layout the last two. None where the leaf is no matrix."""
+    """Which axes of a leaf are rows and columns: those that its layout names, or else the two axes of its tensor;
+    without a layout the last two. None where the leaf is no matrix."""
     if layout is not None and layout.inputs and layout.outputs:
         return dataclasses.replace(layout, parts=None)
     axes = tensor_axes(len(shape), layout)
@@ -49,12 +49,12 @@ def scale_by_adafactor(
 ) -> optax.GradientTransformation:
     """U = G / sqrt(V), divided by max(1, RMS(U) / threshold) (Shazeer and Stern, arXiv 1804.04235, sections 3 to 6).
 
-    V = R C / mean(R) with R and C the running means of G^2 + eps over columns and over rows; in step t (from 1) the old
-    ones keep the weight 1 - t^-exponent. The state of an n x m matrix is n + m numbers. The clip is on the update of each
-    tensor: one layer's and one expert's parameter.
+    V = R C / mean(R) with R and C the running means of G^2 + eps over columns and over rows; in step t (from 1) the
+    old ones keep the weight 1 - t^-exponent. The state of an n x m matrix is n + m numbers. The clip is on the update
+    of each tensor: one layer's and one expert's parameter.
 
-    `optax.scale_by_factored_rms` with `optax.clip_by_block_rms` computes the same for one matrix. It is not used because
-    it factors the two *largest* axes of a leaf, so layers, heads or experts of a stack may become rows, leaves matrices
+    `optax.scale_by_factored_rms` with `optax.clip_by_block_rms` computes the same for one matrix. It is not used: it
+    factors the two *largest* axes of a leaf, so layers, heads or experts of a stack may become rows, leaves matrices
     with a side below 128 whole, clips a whole stack by one number, and keeps its state in the type of the parameters.
     """
     check_range(0, float("inf"), exponent=exponent, eps=eps, threshold=threshold)

@@ -31,8 +31,8 @@ def scale_by_adalayer(
     eps: float = 1e-8,
     coordinate_roles: tuple[str, ...] = (),
 ) -> optax.GradientTransformation:
-    """mu / (sqrt(nu) + eps) with nu the running mean of mean(g^2) over each tensor, both debiased as in Adam (Zhao et al.,
-    arXiv 2407.07972). Roles among `coordinate_roles` keep one nu per coordinate, that is Adam.
+    """mu / (sqrt(nu) + eps) with nu the running mean of mean(g^2) over each tensor, both debiased as in Adam (Zhao et
+    al., arXiv 2407.07972). Roles among `coordinate_roles` keep one nu per coordinate, that is Adam.
 
     With layouts a tensor is one layer's and one expert's parameter. optax has no such transform.
     """
@@ -83,8 +83,8 @@ def adalayer(
     eps: float = 1e-8,
     coordinate_roles: tuple[str, ...] = (),
 ) -> optax.GradientTransformation:
-    """Adalayer with decay. `coordinate_roles=("head", "norm")` is the hybrid of Zhao et al. (arXiv 2407.07972), who find
-    that only the last layer and the norms need a second moment per coordinate."""
+    """Adalayer with decay. `coordinate_roles=("head", "norm")` is the hybrid of Zhao et al. (arXiv 2407.07972), who
+    find that only the last layer and the norms need a second moment per coordinate."""
     check_adam(learning_rate=learning_rate, weight_decay=weight_decay)
     scaled = scale_by_adalayer(layouts, b1=b1, b2=b2, eps=eps, coordinate_roles=coordinate_roles)
     return decayed(scaled, learning_rate, weight_decay, decay)

@@ -16,8 +16,8 @@ Decay = Literal["coupled", "independent", "none", "l2"]
 def decayed(
     scaled: optax.GradientTransformation, learning_rate: Any, weight_decay: Any, decay: Decay
 ) -> optax.GradientTransformation:
-    """Decay of either kind with a transform that has no learning rate yet; `"l2"` is not decoupled and adds decay * W to
-    the gradient, so that Adam divides it by sqrt(v) too (Loshchilov and Hutter, arXiv 1711.05101, section 2)."""
+    """Decay of either kind with a transform that has no learning rate yet; `"l2"` is not decoupled and adds decay * W
+    to the gradient, so that Adam divides it by sqrt(v) too (Loshchilov and Hutter, arXiv 1711.05101, section 2)."""
     if decay == "coupled":  # W <- W - lr * (U + decay * W)
         return optax.chain(scaled, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
     if decay == "independent":  # W <- W - lr * U - decay * W; a schedule of the decay is the caller's
@@ -27,9 +27,7 @@ def decayed(
             optax.add_decayed_weights(-jnp.asarray(weight_decay)),
         )
     if decay == "l2":
-        return optax.chain(
-            optax.add_decayed_weights(weight_decay), scaled, optax.scale_by_learning_rate(learning_rate)
-        )
+        return optax.chain(optax.add_decayed_weights(weight_decay), scaled, optax.scale_by_learning_rate(learning_rate))
     if decay == "none":
         return optax.chain(scaled, optax.scale_by_learning_rate(learning_rate))
     raise ReproError(f"weight decay {decay!r} is unknown; known are {', '.join(Decay.__args__)}.")

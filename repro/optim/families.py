@@ -88,7 +88,8 @@ OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = MappingP
 
 
 def optimizer(name: str, learning_rate: Any, *, layouts: Any = None, **options: Any) -> optax.GradientTransformation:
-    """The optimizer of a name of `OPTIMIZERS`; `layouts` goes to those that tell parameters apart, `options` are its own.
+    """The optimizer of a name of `OPTIMIZERS`; `layouts` goes to those that tell parameters apart, `options` are its
+    own.
 
     Raises `ReproError` for an unknown name or option, and where an optimizer needs layouts and there are none.
     """

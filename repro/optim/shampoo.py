@@ -15,8 +15,8 @@ from repro.optim.muon import RMS, update_factor
 
 
 class ShampooState(NamedTuple):
-    """`momentum`: a tree like the parameters. `rows [..., A, A]` and `columns [..., B, B]`: the statistics of every A x B
-    block in turn. All float32."""
+    """`momentum`: a tree like the parameters. `rows [..., A, A]` and `columns [..., B, B]`: the statistics of every
+    A x B block in turn. All float32."""
 
     count: jax.Array
     momentum: Any
@@ -110,8 +110,8 @@ def shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     """Shampoo for matrices, AdamW with the same rate and decay for all others.
 
-    `b2=None` with `b1=None` and `rms=None` is the published rule, whose steps shrink like those of AdaGrad; the defaults,
-    averages and the size of an AdamW update, are this package's, for runs beside the other optimizers.
+    `b2=None` with `b1=None` and `rms=None` is the published rule, whose steps shrink like those of AdaGrad; the
+    defaults, averages and the size of an AdamW update, are this package's, for runs beside the other optimizers.
     """
     check_adam(learning_rate=learning_rate, weight_decay=weight_decay)
     scaled = scale_by_shampoo(layouts, b1=b1, b2=b2, eps=eps, rms=rms)

@@ -15,8 +15,8 @@ from repro.optim.shampoo import times, turned
 
 
 class Block(NamedTuple):
-    """Of A x B matrices: the momentum `mu [..., A, B]` as it is, the second moment `nu [..., A, B]` in the basis, Shampoo's
-    statistics `rows [..., A, A]` and `columns [..., B, B]`, and their bases, eigenvectors in columns. All float32."""
+    """Of A x B matrices: the momentum `mu [..., A, B]` as it is, the second moment `nu [..., A, B]` in the basis,
+    Shampoo's statistics `rows [..., A, A]` and `columns [..., B, B]`, and their bases, eigenvectors in columns. All float32."""
 
     mu: jax.Array
     nu: jax.Array
@@ -34,8 +34,8 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     layouts: Any, *, b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, refresh: int = 10
 ) -> optax.GradientTransformation:
-    """Q_L Adam(Q_L^T G Q_R) Q_R^T for every matrix of the layout, with Q_L and Q_R the eigenvectors of the running means of
-    G G^T and G^T G (Vyas et al., arXiv 2409.11321, algorithm 3).
+    """Q_L Adam(Q_L^T G Q_R) Q_R^T for every matrix of the layout, with Q_L and Q_R the eigenvectors of the running
+    means of G G^T and G^T G (Vyas et al., arXiv 2409.11321, algorithm 3).
 
     The momentum is kept unrotated and projected anew in each step. Bases follow by one power iteration and a QR
     factorisation in every `refresh`-th step. The first step only sets them and changes no parameter, as in the released

@@ -15,8 +15,8 @@ from repro.optim.tensors import map_tensors, tensor_axes
 
 
 class StableAdamState(NamedTuple):
-    """`mu`, `nu`: debiased moments, float32, trees like the parameters. `rms`: RMS_t of the last step per tensor, float32,
-    with axes of size 1 (layers and experts excepted)."""
+    """`mu`, `nu`: debiased moments, trees like the parameters. `rms`: RMS_t of the last step per tensor, with axes of
+    size 1 (layers and experts excepted). All float32."""
 
     count: jax.Array
     mu: Any
@@ -27,11 +27,11 @@ class StableAdamState(NamedTuple):
 def scale_by_stable_adam(
     *, b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8, weight_decay: Any = 0.0, layouts: Any = None
 ) -> optax.GradientTransformation:
-    """(mu / (sqrt(nu) + eps) + weight_decay W) / max(1, RMS_t), with RMS_t = sqrt(mean(g^2 / max(nu, eps^2))) per tensor
-    (Wortsman et al., arXiv 2304.13013, section 3.5 and algorithm 2).
+    """(mu / (sqrt(nu) + eps) + weight_decay W) / max(1, RMS_t), RMS_t = sqrt(mean(g^2 / max(nu, eps^2))) per tensor
+    (Wortsman et al., arXiv 2304.13013).
 
-    Moments are debiased inside: the old one has the weight b (1 - b^(t-1)) / (1 - b^t) in step t from 1. nu already holds
-    the current g. With layouts a tensor is one layer's and one expert's parameter. optax has no such transform.
+    Moments are debiased inside: the old one has the weight b (1 - b^(t-1)) / (1 - b^t) in step t from 1. nu already
+    holds the current g. With layouts a tensor is one layer's and one expert's parameter. optax has no such transform.
     """
     check_adam(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
@@ -73,8 +73,8 @@ def stable_adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    """StableAdamW (Wortsman et al., arXiv 2304.13013): the rate of each tensor is divided by max(1, RMS_t), and so is the
-    coupled decay, as published. No gradient clipping is needed beside it."""
+    """StableAdamW (Wortsman et al., arXiv 2304.13013): the rate of each tensor is divided by max(1, RMS_t), and so is
+    the coupled decay, as published. No gradient clipping is needed beside it."""
     check_adam(learning_rate=learning_rate, weight_decay=weight_decay)
     inside = weight_decay if decay == "coupled" else 0.0
     scaled = scale_by_stable_adam(b1=b1, b2=b2, eps=eps, weight_decay=inside, layouts=layouts)

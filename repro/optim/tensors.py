@@ -25,8 +25,8 @@ def mean_square(x: jax.Array, layout: Layout | None) -> jax.Array:
 def map_tensors(f: Callable[..., tuple], outputs: int, layouts: Any, tree: Any, *rest: Any) -> tuple[Any, ...]:
     """`f(layout, leaf, *parts of rest) -> tuple of outputs` at every leaf of `tree`, as that many trees.
 
-    `layout` is None if `layouts` is; the other trees may have subtrees where `tree` has leaves. Raises `ReproError` for a
-    leaf that the layouts do not name.
+    `layout` is None if `layouts` is; the other trees may have subtrees where `tree` has leaves. Raises `ReproError` for
+    a leaf that the layouts do not name.
     """
     leaves, treedef = jax.tree.flatten(tree)
     found = [None] * len(leaves) if layouts is None else [layout for _, _, layout in matched(tree, layouts)]

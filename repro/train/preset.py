@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from repro.claims import Cell, Runs, best_rate, extend_ladder
 from repro.errors import ReproError
@@ -87,20 +87,23 @@ TUNING_STEP = math.sqrt(2)
 
 
 def tuned(
-    preset: Preset, arms: Sequence[tuple[str, str]], starts: Mapping[str, tuple[float, ...]] | None = None
+    preset: Preset, arms: Sequence[tuple[str, str]], settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Generator[list[Cell], Runs, tuple[Runs, dict[tuple[str, str], float]]]:
     """The best rate of each (arm, size) by mean validation loss over the tuning seeds, as a part of a plan.
 
-    The search starts at the preset's `tuning_rates` (or those that `starts` gives for an arm) and goes on in steps of
-    sqrt(2) while the best rate is at an end, up to `tuning_limit` rates, the same for every arm. Returns the runs so far
-    and the rates: `runs, best = yield from tuned(...)`.
+    The search starts at the preset's `tuning_rates` and goes on in steps of sqrt(2) while the best rate is at an end, up to
+    `tuning_limit` rates, the same for every arm. `settings` are further ones of an arm's cells. Returns the runs so far and
+    the rates: `runs, best = yield from tuned(...)`.
     """
-    starts = starts or {}
-    tried = {(arm, size): list(starts.get(arm, preset.tuning_rates)) for arm, size in arms}
+    settings = settings or {}
+    tried = {key: list(preset.tuning_rates) for key in arms}
     wanted = [(arm, size, rate) for (arm, size), rates in tried.items() for rate in rates]
     runs, best = Runs(), {}
     while wanted:
-        runs = yield [Cell(arm, size, rate, "tuning", "tuning", preset.tuning_seeds) for arm, size, rate in wanted]
+        runs = yield [
+            Cell(arm, size, rate, "tuning", "tuning", preset.tuning_seeds, settings.get(arm, {}))
+            for arm, size, rate in wanted
+        ]
         best = {key: best_rate(runs, *key) for key in tried}
         wanted = []
         for (arm, size), rates in tried.items():
