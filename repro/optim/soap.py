@@ -16,7 +16,8 @@ from repro.optim.shampoo import times, turned
 
 class Block(NamedTuple):
     """Of A x B matrices: the momentum `mu [..., A, B]` as it is, the second moment `nu [..., A, B]` in the basis,
-    Shampoo's statistics `rows [..., A, A]` and `columns [..., B, B]`, and their bases, eigenvectors in columns. All float32."""
+    Shampoo's statistics `rows [..., A, A]` and `columns [..., B, B]`, and their bases, eigenvectors in columns. All
+    float32."""
 
     mu: jax.Array
     nu: jax.Array
