@@ -86,11 +86,16 @@ class Program:
         ce, log_z_squared = cross_entropy(output.logits, window_BT1[:, 1:])
         return ce + z_loss * log_z_squared + output.aux_loss, (ce, output)
 
+    def gradients(self, grads: Any, numbers: Numbers) -> Any:
+        """What the optimizer gets of the gradients: here all of it."""
+        return grads
+
     def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
         """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
         window_BT1 = window_BT1.astype(jnp.int32)
         key = _noise(state, _DOTS) if self.config.model.dots.stochastic else None
         grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss, key)
+        grads = self.gradients(grads, numbers)
         tx = self.optimizer(numbers, fraction(self.config, state.step))
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
