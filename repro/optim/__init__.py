@@ -17,15 +17,15 @@ from repro.optim.layout import (
 )
 from repro.optim.muon import MuonState, muon, orthogonalise, scale_by_muon, update_factor
 from repro.optim.newton_schulz import NS_SCHEDULES, newton_schulz
-from repro.optim.qk_clip import qk_clip, qk_clip_factor
+from repro.optim.qk_clip import QKClipState, qk_clip, qk_clip_factor, with_qk_clip
 from repro.optim.shampoo import scale_by_shampoo, shampoo
 from repro.optim.soap import scale_by_soap, soap
 from repro.optim.stable_adamw import scale_by_stable_adam, stable_adamw
 
 __all__ = [
-    "Layout", "MuonState", "NS_SCHEDULES", "OPTIMIZERS", "Part", "Parts", "adafactor", "adalayer", "adam", "adamw",
-    "check_layouts", "describe", "equal_parts", "from_declarations", "lion", "muon", "newton_schulz", "optimizer",
-    "orthogonalise", "per_head", "qk_clip", "qk_clip_factor", "scale_by_adafactor", "scale_by_adalayer",
+    "Layout", "MuonState", "NS_SCHEDULES", "OPTIMIZERS", "Part", "Parts", "QKClipState", "adafactor", "adalayer",
+    "adam", "adamw", "check_layouts", "describe", "equal_parts", "from_declarations", "lion", "muon", "newton_schulz",
+    "optimizer", "orthogonalise", "per_head", "qk_clip", "qk_clip_factor", "scale_by_adafactor", "scale_by_adalayer",
     "scale_by_muon", "scale_by_shampoo", "scale_by_soap", "scale_by_stable_adam", "sgd", "shampoo", "signum", "soap",
-    "split_parts", "stable_adamw", "update_factor",
+    "split_parts", "stable_adamw", "update_factor", "with_qk_clip",
 ]  # fmt: skip

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,7 +154,59 @@ def test_undeclared_projections_are_refused():
     for layouts in [{n: plain for n in QK}, QK | {"k": plain}, QK | {"q": plain}]:
         with pytest.raises(ReproError, match="found no query and key projection"):
             qk_clip(weights(), LOGITS, tau=100.0, layouts=layouts)
-    for missing in [{"head": None}, {"layer": None}]:
-        fields = {"inputs": (1,), "outputs": (3,), "head": 2, "layer": 0, "qk": "q"} | missing
-        with pytest.raises(ReproError, match="needs a head axis and a layer axis"):
-            qk_clip(weights(), LOGITS, tau=100.0, layouts=QK | {"q": Layout("matrix", **fields)})
+    headless = Layout("matrix", inputs=(1,), outputs=(2, 3), layer=0, qk="q")
+    with pytest.raises(ReproError, match="needs a head axis in the layout of q"):
+        qk_clip(weights(), LOGITS, tau=100.0, layouts=QK | {"q": headless})
+
+
+def test_beside_a_norm_of_queries_or_keys_it_is_refused():
+    layouts = QK | {"gain": Layout("norm", layer=0, qk="q")}
+    with pytest.raises(ReproError, match="refused beside a norm on queries or keys, gain"):
+        qk_clip(weights() | {"gain": jnp.ones((L, K))}, LOGITS, tau=100.0, layouts=layouts)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tau": t} for t in (0.0, -1, float("nan"), np.float32(0))] + [{"alpha": 1.5}, {"alpha": -0.1}]
+)
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ReproError, match=f"{next(iter(wrong))} is .*; it must"):
+        qk_clip(weights(), LOGITS, **{"tau": 100.0, "layouts": QK} | wrong)
+
+
+def test_weights_without_a_layer_axis_take_one_maximum_per_head():
+    single = {name: Layout("matrix", (0,), (1, 2), head=1, qk=name.strip("v")) for name in QK}
+    got = qk_clip(jax.tree.map(lambda w: w[1], weights()), LOGITS[1], tau=100.0, layouts=single)
+    want = jax.tree.map(lambda w: w[1], qk_clip(weights(), LOGITS, tau=100.0, layouts=QK))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    with pytest.raises(ReproError, match="QK-Clip got max_logits of shape"):
+        qk_clip(jax.tree.map(lambda w: w[1], weights()), LOGITS, tau=100.0, layouts=single)
+
+
+def test_attention_groups_have_maxima_of_their_own():
+    params = {"early": weights(0), "late": jax.tree.map(lambda w: w[:1, :, :2], weights(1))}
+    layouts = {group: {name: dataclasses.replace(QK[name], group=group) for name in QK} for group in ("early", "late")}
+    maxima = {"early": LOGITS, "late": jnp.array([[7.0, 300.0]])}
+    got = qk_clip(params, maxima, tau=100.0, layouts=layouts)
+    for group in params:
+        want = qk_clip(params[group], maxima[group], tau=100.0, layouts=QK)
+        jax.tree.map(np.testing.assert_array_equal, got[group], want)
+    odd = {"early": LOGITS, "lat": maxima["late"]}
+    for wrong, said in [
+        (LOGITS, "mapping of"),
+        ({"early": LOGITS}, "'late'"),
+        (odd, "'lat'"),
+        (maxima | {"kda": 0}, "'kda'"),
+    ]:
+        with pytest.raises(ReproError, match=said):
+            qk_clip(params, wrong, tau=100.0, layouts=layouts)
+
+
+def test_the_maximum_over_a_mapped_axis():
+    """Two devices, each with half of the batch: both clip by the larger maximum."""
+    halves = jnp.stack([LOGITS, LOGITS[::-1]])
+    clip = jax.vmap(
+        lambda s: qk_clip(weights(), s, tau=100.0, layouts=QK, axis_name="data"), axis_name="data", out_axes=0
+    )
+    want = qk_clip(weights(), halves.max(0), tau=100.0, layouts=QK)
+    for device in range(2):
+        np.testing.assert_allclose(clip(halves)["q"][device], want["q"], rtol=1e-6)
