@@ -29,26 +29,26 @@ import optax
 
 from repro.claims import All, Arm, Claim, Control, Experiment, Run, Within
 from repro.errors import ReproError
-from repro.optim import NS_SCHEDULES, Layout, newton_schulz, orthogonalise, per_head, scale_by_muon, update_factor
+from repro.optim import NS_SCHEDULES, Layout, newton_schulz, orthogonalise, per_head, update_factor
 from repro.report import Dose, Heatmap, Reference
 
 MAPS = {
     "muon5": ("muon5", jnp.float32),
     "hybrid10": ("hybrid10", jnp.float32),
     "two_first": (NS_SCHEDULES["hybrid10"][8:] + NS_SCHEDULES["hybrid10"][:8], jnp.float32),
-    "muon5_bf16": ("muon5", jnp.bfloat16),
     "hybrid10_bf16": ("hybrid10", jnp.bfloat16),
 }
-SHAPES = ((64, 64), (32, 64), (64, 32), (32, 128), (128, 32), (32, 256), (256, 32))
+SHAPES = ((64, 64), (32, 64), (64, 32), (32, 128), (128, 32), (64, 256), (256, 64))
 RANKS = (1, 4, 16)
 HEADS = {"square": (64, 4, 16), "latent": (64, 8, 32), "wide": (32, 4, 32)}  # D, H, K
+HEAD_ARMS = ("exact_whole", "muon5_whole", "hybrid10_whole", "muon5_heads", "hybrid10_heads")
+UPDATES = ("adam_update", "muon5_update", "hybrid10_update")
 LOUD, LOUDEST = 100.0, 1000.0  # factors that claims name
 N, DOMINATED, STEPS = 64, 8.0, 20  # size of a weight, strength of its gradient's direction, steps of momentum
 ARMS = (
     Arm("muon5", "five steps"),
     Arm("hybrid10", "8 + 2 steps"),
     Arm("two_first", "2 + 8 steps"),
-    Arm("muon5_bf16", "five steps, bfloat16 products"),
     Arm("hybrid10_bf16", "8 + 2 steps, bfloat16 products"),
     Arm("v4", "0.18 sqrt(max), 8 + 2 steps"),
     Arm("moonlight", "0.2 sqrt(max), five steps"),
@@ -110,7 +110,9 @@ CLAIMS_VALUES = (
         source="derived here from the coefficients of Jordan et al. (2024)",
         statement="Five steps bring every singular value from 1e-2 of the Frobenius norm up to between 0.65 and 1.15.",
         reported="Often described as about uniform between 0.5 and 1.5.", boundary=_SPECTRA,
-        criterion=All((Within("lowest_from_1e-2", "muon5", 0.65, 1.15), Within("highest", "muon5", 0.65, 1.15))),
+        criterion=All((
+            Within("lowest_from_1e-2", "muon5", 0.65, 1.15), Within("highest_from_1e-2", "muon5", 0.65, 1.15)
+        )),
         control=Control("from 1e-3 up", Within("lowest_from_1e-3", "muon5", 0.65, 1.15)),
     ),
     Claim(
@@ -119,13 +121,13 @@ CLAIMS_VALUES = (
         reported="Matrix products in BF16 are said to be stable; no number.",
         boundary=f"{_SPECTRA} Operands in bfloat16, sums in float32.",
         criterion=_singular("hybrid10_bf16", "2e-3", 0.0, 0.02),
-        control=Control("five steps", _singular("muon5_bf16", "2e-3", 0.0, 0.02)),
+        control=Control("five steps", _singular("muon5", "2e-3", 0.0, 0.02)),
     ),
     Claim(
         id="O-3", tier="M", source=SHAMPOO,
         statement="With the statistics of one gradient, L^(-1/4) G R^(-1/4) is U V^T to 1e-5, element by element.",
         reported="An identity, with L = G G^T and R = G^T G.",
-        boundary="float64, powers on the range of L and R, no damping; the gradients of all shapes.",
+        boundary="float64, powers on the range of L and R, no damping; shapes up to 128.",
         criterion=Within("shampoo_off", "shampoo", 0.0, 1e-5),
         control=Control("statistics summed over two gradients", Within("shampoo_two_off", "shampoo", 0.0, 1e-5)),
     ),
@@ -133,7 +135,7 @@ CLAIMS_VALUES = (
         id="O-3", variant="by Newton–Schulz", tier="M", source=f"{SHAMPOO}; {V4}",
         statement="8 + 2 steps in float32 give the same as one-step Shampoo to 2 %, relative to its Frobenius norm.",
         reported="Not reported in this form.",
-        boundary="The shapes but the square one, whose smallest singular values may lie below 2e-3.",
+        boundary="The same shapes but the square one, whose smallest singular values may lie below 2e-3.",
         criterion=Within("v4_from_shampoo", "shampoo", 0.0, 0.02),
         control=Control("five steps", Within("moonlight_from_shampoo", "shampoo", 0.0, 0.02)),
     ),
@@ -164,8 +166,8 @@ CLAIMS_SIZE = (
         id="ML-2", variant="rank", tier="M", source=MOONLIGHT,
         statement="After 8 + 2 steps a matrix of rank 1, 4 or 16 has an RMS of sqrt(rank / (A B)), to 1 %.",
         reported="In the lemma's proof.", boundary=_GAUSSIAN,
-        criterion=Within("rank_off", "v4", 0.0, 0.01),
-        control=Control("1 / sqrt(max), the formula of full rank", Within("rank_off_full", "v4", 0.0, 0.01)),
+        criterion=Within("rank_off", "ranks", 0.0, 0.01),
+        control=Control("1 / sqrt(max), the formula of full rank", Within("rank_off_full", "ranks", 0.0, 0.01)),
     ),
     Claim(
         id="ML-2", variant="one size for all shapes", tier="M", source=MOONLIGHT,
@@ -379,7 +381,7 @@ def value_runs(preset: Preset) -> Iterator[Run]:
     for arm in MAPS:
         for draw in range(preset.draws):
             image, shown = np.split(images(np.append(grid, [s for _, s in _CURVE]), arm, draw), [preset.grid])
-            metrics = {"highest": image.max()}
+            metrics = {"highest_from_1e-2": image[grid >= 1e-2].max()}
             for name, least in (("2e-3", 2e-3), ("1e-3", 1e-3), ("1e-2", 1e-2)):
                 metrics[f"distance_from_{name}"] = np.abs(image[grid >= least] - 1).max()
                 metrics[f"lowest_from_{name}"] = image[grid >= least].min()
@@ -404,84 +406,127 @@ def shampoo(gradient: np.ndarray, *others: np.ndarray) -> np.ndarray:
     return power(left, -0.25) @ gradient @ power(right, -0.25)
 
 
-def gaussians(draw: int, rank: int | None = None) -> dict[str, np.ndarray]:
-    """A normal matrix of every shape, or a product of two of that rank."""
-    rng = np.random.default_rng([draw, 2, rank or 0])
+def gaussians(draw: int) -> dict[str, np.ndarray]:
+    """Per shape `[1 + ranks, A, B]`: a normal matrix, and products of two of each rank."""
+    rng = np.random.default_rng([draw, 2])
     found = {}
-    for rows, columns in SHAPES:
-        x = rng.normal(size=(rows, columns)) if rank is None else rng.normal(size=(rows, rank)) @ rng.normal(
-            size=(rank, columns)
-        )  # fmt: skip
-        found[f"{rows}x{columns}"] = x.astype(np.float32)
+    for a, b in SHAPES:
+        low = [rng.normal(size=(a, rank)) @ rng.normal(size=(rank, b)) for rank in RANKS]
+        found[f"{a}x{b}"] = np.stack([rng.normal(size=(a, b)), *low])
     return found
 
 
+def head_gradients(draw: int, imbalances: tuple[float, ...]) -> dict[str, np.ndarray]:
+    """Normal gradients `[imbalances, D, H, K]` of every size, head 0 times each factor in turn."""
+    found = {}
+    for number, (size, shape) in enumerate(HEADS.items()):
+        x_NDHK = np.repeat(np.random.default_rng([draw, 3, number]).normal(size=(1, *shape)), len(imbalances), axis=0)
+        x_NDHK[:, :, 0] *= np.array(imbalances)[:, None, None]
+        found[size] = x_NDHK
+    return found
+
+
+def own_direction(draw: int) -> tuple[np.ndarray, np.ndarray]:
+    """u `[N]` and v `[N]`, normal, of an outer product of RMS 1."""
+    u, v = np.random.default_rng([draw, 4]).normal(size=(2, N))
+    return u / root_mean_square(u), v / root_mean_square(v)
+
+
+@jax.jit
+def momentum(u: jax.Array, v: jax.Array, strength: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """After some steps on gradients strength * u v^T + noise, fresh at every step: what Muon orthogonalises, and Adam's
+    update, both `[N, N]`."""
+    muon, adam = optax.trace(0.95, nesterov=True), optax.scale_by_adam(b1=0.9, b2=0.95)
+
+    def step(states, i):
+        g = strength * jnp.outer(u, v) + jax.random.normal(jax.random.fold_in(key, i), (N, N))
+        summed, muon_state = muon.update(g, states[0])
+        scaled, adam_state = adam.update(g, states[1])
+        return (muon_state, adam_state), (summed, scaled)
+
+    states = muon.init(jnp.zeros((N, N))), adam.init(jnp.zeros((N, N)))
+    return jax.tree.map(lambda x: x[-1], jax.lax.scan(step, states, jnp.arange(STEPS))[1])
+
+
 @functools.partial(jax.jit, static_argnames="schedule")
-def updates(gradients: dict[str, jax.Array], rms: float, *, schedule: str) -> dict[str, jax.Array]:
-    """Every matrix of the dictionary orthogonalised, times rms * sqrt(max)."""
-    layouts = {name: Layout("matrix", inputs=(0,), outputs=(1,)) for name in gradients}
-    return orthogonalise(gradients, layouts, schedule=schedule, rms=rms, dtype=jnp.float32)
+def orthogonalised(tree: dict[str, dict[str, jax.Array]], *, schedule: str) -> dict[str, dict[str, jax.Array]]:
+    """Updates of an RMS of 1 where they are orthogonal: `shapes` [..., A, B], `whole` and `heads` [..., D, H, K]."""
+    whole = Layout("matrix", inputs=(2,), outputs=(3, 4), head=3)
+    of = {"shapes": Layout("matrix", inputs=(2,), outputs=(3,)), "whole": whole, "heads": per_head(whole)}
+    layouts = {kind: dict.fromkeys(leaves, of[kind]) for kind, leaves in tree.items()}
+    return orthogonalise(tree, layouts, schedule=schedule, rms=1.0, dtype=jnp.float32)
 
 
-def unscaled(tree: dict[str, jax.Array], rms: float) -> dict[str, np.ndarray]:
-    """The orthogonalised matrices themselves, float64."""
-    return {name: np.asarray(x, np.float64) / update_factor(rms, *x.shape) for name, x in tree.items()}
+def everything(preset: Preset) -> tuple[dict, dict, np.ndarray]:
+    """(gradients, their updates by schedule, Adam's updates `[draws, strengths, N, N]`), all with leading axes of draws
+    and of ranks, imbalances or strengths; in two programs."""
+    draws = range(preset.draws)
+    pairs = [
+        momentum(*own_direction(draw), jnp.float32(strength), jax.random.key(draw))
+        for draw in draws
+        for strength in preset.strengths
+    ]
+    summed, adam = (np.stack([np.asarray(pair[i]) for pair in pairs]).reshape(preset.draws, -1, N, N) for i in range(2))
+    shapes = [gaussians(draw) for draw in draws]
+    heads = [head_gradients(draw, preset.imbalances) for draw in draws]
+    heads = {size: np.stack([h[size] for h in heads]).astype(np.float32) for size in HEADS}
+    tree = {
+        "shapes": {k: np.stack([x[k] for x in shapes]).astype(np.float32) for k in shapes[0]} | {"momentum": summed},
+        "whole": heads,
+        "heads": heads,
+    }
+    done = {schedule: jax.device_get(orthogonalised(tree, schedule=schedule)) for schedule in ("hybrid10", "muon5")}
+    return tree, done, adam
 
 
-def size_runs(preset: Preset) -> Iterator[Run]:
+def size_runs(preset: Preset, tree: dict, done: dict) -> Iterator[Run]:
     """RMS of updates by shape and by rank, and one-step Shampoo beside them."""
+    names = {f"{a}x{b}": (a, b) for a, b in SHAPES}
     for draw in range(preset.draws):
-        gradients, others = gaussians(draw), gaussians(1000 + draw)
-        exact = {name: polar(x) for name, x in gradients.items()}
-        lemma = {name: root_mean_square(x) * np.sqrt(max(x.shape)) - 1 for name, x in exact.items()}
-        lemma_min = {name: root_mean_square(x) * np.sqrt(min(x.shape)) - 1 for name, x in exact.items()}
-        yield Run("exact", draw, {"lemma_off": _worst(lemma), "lemma_off_min": _worst(lemma_min)})
-        found = {
-            "v4": updates(gradients, 0.18, schedule="hybrid10"),
-            "moonlight": updates(gradients, 0.2, schedule="muon5"),
-        }
-        orthogonal = {arm: unscaled(tree, rms) for (arm, tree), rms in zip(found.items(), (0.18, 0.2), strict=True)}
-        found["jordan"] = {name: x * update_factor("jordan", *x.shape) for name, x in orthogonal["v4"].items()}
-        for arm, tree in found.items():
-            rms = {name: float(root_mean_square(x)) for name, x in tree.items()}
-            metrics = _ends(rms.values()) | {"rms_spread": max(rms.values()) / min(rms.values())}
-            if arm != "jordan":
-                by_rows = [rms[f"{a}x{b}"] * np.sqrt(a / max(a, b)) for a, b in SHAPES]
-                metrics |= _ends(by_rows, "_by_rows")
-            if arm == "v4":
-                metrics |= _rank_metrics(draw)
+        gradient = {name: tree["shapes"][name][draw, 0].astype(np.float64) for name in names}
+        exact = {name: polar(x) for name, x in gradient.items()}
+        off = [[root_mean_square(exact[n]) * np.sqrt(f(names[n])) - 1 for n in names] for f in (max, min)]
+        yield Run("exact", draw, {"lemma_off": np.abs(off[0]).max(), "lemma_off_min": np.abs(off[1]).max()})
+        unit = {arm: {n: done[schedule]["shapes"][n][draw] for n in names} for arm, schedule in SCHEDULE_OF.items()}
+        for arm, rms_of in (("v4", lambda a, b: 0.18), ("moonlight", lambda a, b: 0.2), ("jordan", jordan)):
+            rms = {n: float(root_mean_square(unit[arm][n][0])) * rms_of(*names[n]) for n in names}
+            by_rows = [rms[n] * np.sqrt(a / max(a, b)) for n, (a, b) in names.items()]
+            metrics = _ends(rms.values()) | _ends(by_rows, "_by_rows")
+            metrics["rms_spread"] = max(rms.values()) / min(rms.values())
             yield Run(arm, draw, metrics)
-            for rows, columns in SHAPES:
-                if min(rows, columns) == 32:
-                    name = f"{rows}x{columns}"
-                    yield Run(arm, draw, {"update_rms": rms[name]}, point=name)
-        one = {name: shampoo(x.astype(np.float64)) for name, x in gradients.items()}
-        two = {name: shampoo(*(g[name].astype(np.float64) for g in (gradients, others))) for name in gradients}
+            yield from (Run(arm, draw, {"update_rms": value}, point=n) for n, value in rms.items())
+        by_rank = [
+            (root_mean_square(unit["v4"][n][1 + i]) / np.sqrt(max(shape)), rank, shape)
+            for n, shape in names.items()
+            for i, rank in enumerate(RANKS)
+        ]
+        yield Run("ranks", draw, {
+            "rank_off": max(abs(rms / np.sqrt(rank / (a * b)) - 1) for rms, rank, (a, b) in by_rank),
+            "rank_off_full": max(abs(rms * np.sqrt(max(shape)) - 1) for rms, _, shape in by_rank),
+        })  # fmt: skip
+        small = {n: x for n, x in gradient.items() if max(x.shape) <= 128}
+        one = {n: shampoo(x) for n, x in small.items()}
+        # The matrix of the largest rank, which is the last one, as a gradient before.
+        two = {n: shampoo(x, tree["shapes"][n][draw, -1].astype(np.float64)) for n, x in small.items()}
         metrics = {
-            "shampoo_off": max(np.abs(one[name] - exact[name]).max() for name in one),
-            "shampoo_two_off": max(np.abs(two[name] - exact[name]).max() for name in one),
+            "shampoo_off": max(np.abs(one[n] - exact[n]).max() for n in small),
+            "shampoo_two_off": max(np.abs(two[n] - exact[n]).max() for n in small),
         }
-        for arm, tree in orthogonal.items():
+        for arm in ("v4", "moonlight"):
             metrics[f"{arm}_from_shampoo"] = max(
-                np.linalg.norm(x - one[name]) / np.linalg.norm(one[name])
-                for name, x in tree.items()
-                if x.shape[0] != x.shape[1]
+                np.linalg.norm(unit[arm][n][0] / np.sqrt(max(a, b)) - one[n]) / np.linalg.norm(one[n])
+                for n, (a, b) in names.items()
+                if n in small and a != b
             )
         yield Run("shampoo", draw, metrics)
 
 
-def _rank_metrics(draw: int) -> dict[str, float]:
-    off, off_full = {}, {}
-    for rank in RANKS:
-        for name, x in unscaled(updates(gaussians(draw, rank), 0.18, schedule="hybrid10"), 0.18).items():
-            rms = root_mean_square(x)
-            off[name, rank] = rms / np.sqrt(rank / x.size) - 1
-            off_full[name, rank] = rms * np.sqrt(max(x.shape)) - 1
-    return {"rank_off": _worst(off), "rank_off_full": _worst(off_full)}
+SCHEDULE_OF = {"v4": "hybrid10", "moonlight": "muon5", "jordan": "hybrid10"}
 
 
-def _worst(values: dict) -> float:
-    return max(abs(float(value)) for value in values.values())
+def jordan(rows: int, columns: int) -> float:
+    """The RMS that Jordan's factor gives to an orthogonal matrix."""
+    return update_factor("jordan", rows, columns) / update_factor(1.0, rows, columns)
 
 
 def _ends(values, suffix: str = "") -> dict[str, float]:
@@ -489,55 +534,31 @@ def _ends(values, suffix: str = "") -> dict[str, float]:
     return {f"least_rms{suffix}": min(values), f"largest_rms{suffix}": max(values)}
 
 
-def head_gradients(draw: int, imbalances: tuple[float, ...]) -> dict[str, np.ndarray]:
-    """Normal gradients w_NDHK of every size, head 0 times each factor in turn."""
-    found = {}
-    for number, (size, shape) in enumerate(HEADS.items()):
-        x_DHK = np.random.default_rng([draw, 3, number]).normal(size=shape)
-        x_NDHK = np.repeat(x_DHK[None], len(imbalances), axis=0)
-        x_NDHK[:, :, 0] *= np.array(imbalances)[:, None, None]
-        found[size] = x_NDHK.astype(np.float32)
-    return found
+def exact_heads(x_NDHK: np.ndarray, *, apart: bool) -> np.ndarray:
+    """The exact update of RMS 1 for gradients [..., D, H, K], of whole matrices or of every head apart."""
+    *n, d, h, k = x_NDHK.shape
+    if apart:
+        return np.sqrt(max(d, k)) * np.moveaxis(polar(np.moveaxis(x_NDHK, -2, -3)), -3, -2)
+    return np.sqrt(max(d, h * k)) * polar(x_NDHK.reshape(*n, d, h * k)).reshape(x_NDHK.shape)
 
 
-_HEAD_LAYOUTS = {size: Layout("matrix", inputs=(1,), outputs=(2, 3), head=2) for size in HEADS}
-
-
-@functools.partial(jax.jit, static_argnames=("schedule", "heads"))
-def _head_updates(gradients: dict[str, jax.Array], *, schedule: str, heads: bool) -> dict[str, jax.Array]:
-    layouts = per_head(_HEAD_LAYOUTS) if heads else _HEAD_LAYOUTS
-    return orthogonalise(gradients, layouts, schedule=schedule, rms=0.2, dtype=jnp.float32)
-
-
-def head_updates(gradients: dict[str, np.ndarray], arm: str) -> dict[str, np.ndarray]:
-    """Updates of an RMS of about 0.2 in the form of the gradients, by an arm named schedule_whole or schedule_heads."""
-    schedule, split = arm.split("_")
-    if schedule != "exact":
-        return {
-            k: np.asarray(v) for k, v in _head_updates(gradients, schedule=schedule, heads=split == "heads").items()
-        }
-    found = {}
-    for size, x_NDHK in gradients.items():
-        n, d, h, k = x_NDHK.shape
-        found[size] = update_factor(0.2, d, h * k) * polar(x_NDHK.reshape(n, d, h * k)).reshape(n, d, h, k)
-    return found
-
-
-HEAD_ARMS = ("exact_whole", "muon5_whole", "hybrid10_whole", "muon5_heads", "hybrid10_heads")
-
-
-def head_runs(preset: Preset) -> Iterator[Run]:
+def head_runs(preset: Preset, tree: dict, done: dict) -> Iterator[Run]:
     """RMS of every head's update, by arm, size and imbalance."""
-    for draw in range(preset.draws):
-        gradients = head_gradients(draw, preset.imbalances)
-        for arm in HEAD_ARMS:
-            found = head_updates(gradients, arm)
-            moved, ends = 0.0, {}
+    plain = preset.imbalances.index(1.0)
+    for arm in HEAD_ARMS:
+        schedule, kind = arm.split("_")
+        for draw in range(preset.draws):
+            moved, right, wrong = 0.0, [], []
             for size, (d, h, k) in HEADS.items():
-                x_NDHK = found[size]
+                if schedule == "exact":
+                    x_NDHK = 0.2 * exact_heads(tree[kind][size][draw], apart=False)
+                else:
+                    x_NDHK = 0.2 * done[schedule][kind][size][draw]
                 rms_NH = root_mean_square(x_NDHK, (1, 3))
                 spread_N = rms_NH.max(1) / rms_NH.min(1)
-                moved = max(moved, float(np.abs(x_NDHK - x_NDHK[preset.imbalances.index(1.0)]).max() / 0.2))
+                moved = max(moved, float(np.abs(x_NDHK - x_NDHK[plain]).max()) / 0.2)
+                right.append(rms_NH.ravel())
+                wrong.append(rms_NH.ravel() * np.sqrt(max(d, h * k) / max(d, k)))
                 for i, factor in enumerate(preset.imbalances):
                     metrics = {"head_spread": spread_N[i]}
                     if size == "latent":
@@ -546,36 +567,10 @@ def head_runs(preset: Preset) -> Iterator[Run]:
                         metrics |= {"loud_over_limit": loud / limit, "loud_over_columns": loud / np.sqrt(h * k / d)}
                     yield Run(arm, draw, metrics, point=at(factor), size=size)
                 yield Run(arm, draw, {"worst_head_spread": spread_N.max()}, size=size)
-                ends[size] = rms_NH, rms_NH * np.sqrt(max(d, h * k) / max(d, k))
             metrics = {"moved_by_imbalance": moved}
-            if arm.endswith("heads"):
-                for i, suffix in enumerate(("", "_whole_factor")):
-                    metrics |= _ends((float(v) for both in ends.values() for v in both[i].ravel()), suffix)
+            if kind == "heads":
+                metrics |= _ends(np.concatenate(right)) | _ends(np.concatenate(wrong), "_whole_factor")
             yield Run(arm, draw, metrics)
-
-
-UPDATES = ("adam_update", "muon5_update", "hybrid10_update")
-
-
-@jax.jit
-def momentum_updates(direction: jax.Array, strength: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
-    """The last update `[n, n]` of each optimizer on gradients strength * direction + noise, fresh at every step."""
-    layouts = {"w": Layout("matrix", inputs=(0,), outputs=(1,))}
-    rules = {
-        "adam_update": optax.scale_by_adam(b1=0.9, b2=0.95),
-        "muon5_update": scale_by_muon(layouts, schedule="muon5"),
-        "hybrid10_update": scale_by_muon(layouts, schedule="hybrid10"),
-    }
-
-    def step(carry, i):
-        states, _ = carry
-        noise = jax.random.normal(jax.random.fold_in(key, i), direction.shape)
-        done = {name: rule.update({"w": strength * direction + noise}, states[name]) for name, rule in rules.items()}
-        return ({name: s for name, (_, s) in done.items()}, {name: u["w"] for name, (u, _) in done.items()}), None
-
-    states = {name: rule.init({"w": direction}) for name, rule in rules.items()}
-    last = {name: jnp.zeros_like(direction) for name in rules}
-    return jax.lax.scan(step, (states, last), jnp.arange(STEPS))[0][1]
 
 
 def effective_rank(x: np.ndarray) -> float:
@@ -586,22 +581,21 @@ def effective_rank(x: np.ndarray) -> float:
     return float(np.exp(-(p * np.log(p)).sum()))
 
 
-def direction_runs(preset: Preset) -> Iterator[Run]:
+def direction_runs(preset: Preset, done: dict, adam: np.ndarray) -> Iterator[Run]:
     """Effective ranks of updates at equal RMS, and their components along given and along random directions."""
+    raw = {"adam_update": adam}
+    raw |= {f"{schedule}_update": found["shapes"]["momentum"] for schedule, found in done.items()}
     for draw in range(preset.draws):
-        rng = np.random.default_rng([draw, 4])
-        u, v = rng.normal(size=(2, N))
-        u_own, v_own = u / np.linalg.norm(u), v / np.linalg.norm(v)
+        rng = np.random.default_rng([draw, 5])
+        u_own, v_own = (x / np.linalg.norm(x) for x in own_direction(draw))
         u_WNN, v_WNN = basis(rng, preset.directions, N, N), basis(rng, preset.directions, N, N)
-        for strength in preset.strengths:
-            direction = (np.outer(u, v) / root_mean_square(np.outer(u, v))).astype(np.float32)
-            raw = momentum_updates(direction, jnp.float32(strength), jax.random.key(draw))
+        for i, strength in enumerate(preset.strengths):
             found = {}
             for arm in UPDATES:
-                x = np.asarray(raw[arm], np.float64)
+                x = raw[arm][draw, i].astype(np.float64)
                 x = x / root_mean_square(x)
                 elsewhere = np.einsum("wij,wij->wj", u_WNN, x @ v_WNN)
-                own = u_own @ x @ v_own
+                own = float(u_own @ x @ v_own)
                 found[arm] = {
                     "effective_rank_share": effective_rank(x) / N,
                     "median_component": np.median(np.abs(elsewhere)),
@@ -609,49 +603,51 @@ def direction_runs(preset: Preset) -> Iterator[Run]:
                     "mean_square_own": own**2,
                     "growth_own": own,
                 }
-            adam = found["adam_update"]
             for arm, metrics in found.items():
-                growth = metrics["growth_own"] / adam["growth_own"]
+                over = {name: metrics[name] / found["adam_update"][name] for name in metrics}
                 yield Run(arm, draw, metrics | {
-                    "effective_rank_over_adam": metrics["effective_rank_share"] / adam["effective_rank_share"],
-                    "median_over_adam": metrics["median_component"] / adam["median_component"],
-                    "growth_over_adam_own": growth,
-                    "growth_over_adam_elsewhere": np.sqrt(
-                        metrics["mean_square_elsewhere"] / adam["mean_square_elsewhere"]
-                    ),
-                    "growth_over_formula": growth / (np.pi / (2 * np.sqrt(N))),
+                    "effective_rank_over_adam": over["effective_rank_share"],
+                    "median_over_adam": over["median_component"],
+                    "growth_over_adam_own": over["growth_own"],
+                    "growth_over_adam_elsewhere": np.sqrt(over["mean_square_elsewhere"]),
+                    "growth_over_formula": over["growth_own"] / (np.pi / (2 * np.sqrt(N))),
                 }, point=at(strength))  # fmt: skip
 
 
 def checks(preset: Preset) -> list[Run]:
     """All of the above."""
-    return [*value_runs(preset), *size_runs(preset), *head_runs(preset), *direction_runs(preset)]
+    tree, done, adam = everything(preset)
+    return [
+        *value_runs(preset),
+        *size_runs(preset, tree, done),
+        *head_runs(preset, tree, done),
+        *direction_runs(preset, done, adam),
+    ]
 
 
 def heat() -> dict[str, np.ndarray]:
-    """RMS of every head's update by imbalance, `[7, 8]`, at H K = 4 D."""
-    gradients = {"latent": head_gradients(0, _CPU.imbalances)["latent"]}
-    exact = root_mean_square(head_updates(gradients, "exact_whole")["latent"], (1, 3))
-    apart = np.stack([0.2 * np.sqrt(64) * polar(gradients["latent"][:, :, i]) for i in range(8)], 2)
-    return {"whole matrix, exact": exact, "head by head, exact": root_mean_square(apart, (1, 3))}
+    """RMS of every head's exact update by imbalance, `[7, 8]`, at H K = 4 D."""
+    x_NDHK = head_gradients(0, _CPU.imbalances)["latent"]
+    titles = {"whole matrix": False, "head by head": True}
+    return {t: 0.2 * root_mean_square(exact_heads(x_NDHK, apart=apart), (1, 3)) for t, apart in titles.items()}
 
 
 _CPU = Preset()
-_CURVE = tuple((f"s{s:.3g}", float(s)) for s in np.geomspace(1e-5, 1.0, 61))
-_SIDES = tuple((f"{a}x{b}", a / b) for a, b in SHAPES if min(a, b) == 32)
+_CURVE = tuple((f"s{s:.2g}", float(f"{s:.2g}")) for s in np.geomspace(1e-5, 1.0, 51))
+_SIDES = tuple((f"{a}x{b}", a / b) for a, b in SHAPES if (a, b) not in ((64, 256), (256, 64)))
 _IMBALANCES = tuple((at(f), f) for f in _CPU.imbalances)
 _STRENGTHS = tuple((at(s), s) for s in _CPU.strengths)
 FIGURES = (
     Dose("values", "image", "What Newton–Schulz makes of a singular value", "singular value / Frobenius norm",
-         "singular value of the result", _CURVE, ("muon5", "hybrid10", "two_first", "hybrid10_bf16"), log_x=10,
+         "singular value of the result", _CURVE, ("muon5", "hybrid10", "hybrid10_bf16"), log_x=10,
          lines=(Reference("1", y=1.0), Reference("2e-3", x=2e-3))),
-    Dose("rms", "update_rms", "Size of an update against the shape of its matrix", "rows / columns, the smaller is 32",
+    Dose("rms", "update_rms", "Size of an update against the shape of its matrix", "rows / columns",
          "RMS of the update", _SIDES, ("v4", "moonlight", "jordan"), log_x=2, log_y=True,
          lines=(Reference("0.18", y=0.18),)),
     Dose("heads", "head_spread", "Spread of update sizes over heads", "gradient of head 0 times",
          "largest over smallest RMS of a head", _IMBALANCES, HEAD_ARMS, log_x=10, log_y=True),
     Heatmap("head_rms", "RMS of every head's update, D = 64, 8 heads of 32", heat, "RMS of the update",
-            xlabel="head", ylabel="imbalance, x1 to x1000", log=True),
+            xlabel="head", ylabel="imbalance: 1, 3, 10, ... 1000"),
     Dose("effective_rank", "effective_rank_share", "Effective rank of an update",
          "RMS of the direction / RMS of the noise", "effective rank / n", _STRENGTHS, UPDATES),
     Dose("own", "growth_own", "What an update of RMS 1 adds along the gradient's own direction",
@@ -665,11 +661,18 @@ EXPERIMENT = Experiment(
     claims=CLAIMS_VALUES + CLAIMS_SIZE + CLAIMS_HEADS + CLAIMS_DIRECTIONS,
     arms=ARMS,
     presets={
-        "smoke": Preset(draws=2, grid=400, imbalances=(1.0, LOUD, LOUDEST), strengths=(0.0, DOMINATED), evidence=False),
+        "smoke": Preset(
+            draws=2,
+            grid=400,
+            directions=64,
+            imbalances=(1.0, LOUD, LOUDEST),
+            strengths=(0.0, DOMINATED),
+            evidence=False,
+        ),
         "cpu": _CPU,
     },
     checks=checks,
-    check_arms=("exact", "shampoo"),
+    check_arms=("exact", "ranks", "shampoo"),
     figures=FIGURES,
 )
 
