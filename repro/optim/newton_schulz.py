@@ -64,8 +64,8 @@ def schedule_table(schedule: str | Schedule, steps: int | None = None) -> Schedu
         table = NS_SCHEDULES[schedule]
     else:
         table = tuple(tuple(map(float, row)) for row in schedule)
-        if not table or any(len(row) != 3 or not all(map(math.isfinite, row)) for row in table):
-            raise ReproError("a Newton–Schulz schedule is a table of at least one row of three finite numbers (a, b, c).")
+        if any(len(row) != 3 or not all(map(math.isfinite, row)) for row in table):
+            raise ReproError("a Newton–Schulz schedule is a table of rows of three finite numbers (a, b, c).")
     if steps is not None and steps != len(table):
         raise ReproError(
             f"the Newton–Schulz schedule has {len(table)} rows, one per step, and {steps} steps were asked for; "
@@ -89,13 +89,15 @@ def newton_schulz(
     Source: Moonlight (arXiv 2502.16982), section 2.1.
     """
     table = schedule_table(schedule, steps)
+    if x.ndim > 2 and math.prod(x.shape[:-2]) == 1:  # a stack of one is that one, also to the compiler
+        return newton_schulz(x.reshape(x.shape[-2:]), table, dtype=dtype).reshape(x.shape)
     tall = x.shape[-2] > x.shape[-1]
     y = jnp.swapaxes(x, -1, -2) if tall else x
     y = y.astype(jnp.float32)
     # Without this the squares of a tiny or huge matrix under- or overflow in the norm.
     _, exponent = jnp.frexp(jnp.max(jnp.abs(y), (-2, -1), keepdims=True))
     y = jnp.ldexp(y, -exponent)
-    norm = jnp.sqrt(jnp.sum(y * y, (-2, -1), keepdims=True))
+    norm = jnp.sqrt(_pairwise_sum(y * y))
     y = y / jnp.where(norm > 0, norm, 1.0)
     small, large = y.shape[-2:]
     if jnp.dtype(dtype) == jnp.float32 and large >= _GRAM_FROM * small:
@@ -106,6 +108,19 @@ def newton_schulz(
             gram = _product(y, jnp.swapaxes(y, -1, -2), dtype)
             y = a * y + _product(b * gram + c * _product(gram, gram, dtype), y, dtype)
     return (jnp.swapaxes(y, -1, -2) if tall else y).astype(x.dtype)
+
+
+def _pairwise_sum(y: jax.Array) -> jax.Array:
+    """The sum over the last two axes, kept, in one fixed order: XLA adds up a single matrix in another order than the same
+    matrix in a stack, and the iteration would make a last bit of the norm visible."""
+    for axis in (y.ndim - 2, y.ndim - 1):
+        while (n := y.shape[axis]) > 1:
+            half = (n + 1) // 2
+            low, high = (jax.lax.slice_in_dim(y, a, b, axis=axis) for a, b in ((0, half), (half, n)))
+            if n % 2:
+                high = jax.lax.pad(high, jnp.float32(0), [(0, int(i == axis), 0) for i in range(y.ndim)])
+            y = low + high
+    return y
 
 
 def _product(left: jax.Array, right: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:

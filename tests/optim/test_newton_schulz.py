@@ -1,3 +1,5 @@
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 # Few shapes, so that the tests share compiled programs.
 WIDE, TALL, SQUARE, BATCH = (8, 12), (12, 8), (8, 8), (3, 8, 12)
 
-jitted = jax.jit(newton_schulz, static_argnames=("schedule", "dtype"))
+newton_schulz_module = importlib.import_module("repro.optim.newton_schulz")  # the package has a function of that name
+jitted = jax.jit(newton_schulz, static_argnames=("schedule", "dtype", "steps"))
 
 
 def matrix_with(singular_values, rows, columns, seed=0):
@@ -87,6 +90,7 @@ def singular_values_lie_in(y, low, high):
     [
         ("muon5", 1e-2, 0.65, 1.15, 1e-3),
         ("hybrid10", 2e-3, 1 - 1e-3, 1 + 1e-3, 1e-5),
+        ("polar_express", 1e-3, 1 - 1e-3, 1 + 1e-3, 1e-5),
         ("cubic", 1e-3, 1 - 1e-5, 1 + 1e-5, 1e-6),
     ],
 )
@@ -218,8 +222,20 @@ def test_batched_equals_single():
     np.testing.assert_allclose(jax.jit(jax.vmap(newton_schulz))(x), batched, atol=1e-5)
 
 
-def test_jit_equals_eager():
-    x = gaussian(*WIDE)
+@pytest.mark.parametrize("shape", [(3, 33, 70), (6, 32, 86), (2, 3, 24, 24)])
+def test_one_matrix_in_a_stack_and_under_vmap_has_the_same_bits(shape):
+    x = gaussian(*shape)
+    stacked = np.asarray(jitted(x))
+    flat = x.reshape(-1, *shape[-2:])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(newton_schulz))(flat), stacked.reshape(flat.shape))
+    for one, got in zip(flat[:2], stacked.reshape(flat.shape)[:2], strict=True):
+        np.testing.assert_array_equal(jitted(one), got)
+        np.testing.assert_array_equal(jitted(one[None])[0], got)
+
+
+@pytest.mark.parametrize("shape", [WIDE, (8, 32)])
+def test_jit_equals_eager(shape):
+    x = gaussian(*shape)
     np.testing.assert_allclose(jitted(x), newton_schulz(x), atol=5e-6)
 
 
@@ -261,6 +277,65 @@ def test_a_given_table():
     np.testing.assert_allclose(newton_schulz(x, table), reference(x, table), atol=1e-6)
     np.testing.assert_array_equal(jitted(x, NS_SCHEDULES["muon5"]), jitted(x))
     np.testing.assert_allclose(newton_schulz(x, ()), x / np.linalg.norm(x), atol=1e-6)
+
+
+def test_steps_only_check_the_table():
+    x = gaussian(*WIDE)
+    np.testing.assert_array_equal(jitted(x, steps=5), jitted(x))
+    with pytest.raises(ReproError, match="has 10 rows, one per step, and 5 steps were asked for"):
+        newton_schulz(x, "hybrid10", steps=5)
+    for table in [((1.0, 2.0),), ((1.0, np.nan, 0.0),)]:
+        with pytest.raises(ReproError, match="rows of three finite numbers"):
+            newton_schulz(x, table)
+
+
+def half_rank(rows, columns):
+    """A matrix with half of its singular values zero, up to rounding to float32."""
+    return matrix_with(np.ones(rows // 2), rows, columns)[0].astype(np.float32)
+
+
+GRAM = [
+    (gaussian(8, 32), 3e-6), (gaussian(16, 32), 3e-6), (gaussian(32, 8), 3e-6),
+    (matrix_with(relative_values(8, 2e-3), 8, 32)[0].astype(np.float32), 2e-5), (half_rank(8, 32), 5e-3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["muon5", "hybrid10", "polar_express"])
+@pytest.mark.parametrize(("x", "tolerance"), GRAM)
+def test_the_gram_side_is_numerically_equal(x, tolerance, schedule):
+    np.testing.assert_allclose(jitted(x, schedule), reference(x, NS_SCHEDULES[schedule]), atol=tolerance)
+
+
+def test_the_gram_side_needs_its_restarts(monkeypatch):
+    monkeypatch.setattr(newton_schulz_module, "_RESTART", 10)
+    x = half_rank(8, 32)
+    got = np.asarray(jax.jit(lambda x: newton_schulz(x, "hybrid10"))(x))
+    assert not np.abs(got - reference(x, NS_SCHEDULES["hybrid10"])).max() < 1
+
+
+def long_products(x):
+    """How many products have the long side of x among their axes."""
+    text = jitted.lower(x).as_text()
+    return sum("dot_general" in line and f"x{max(x.shape)}xf32" in line for line in text.splitlines())
+
+
+def test_a_long_side_is_touched_every_third_step():
+    assert long_products(gaussian(8, 12)) == 10  # twice a step
+    assert long_products(gaussian(8, 16)) == 4  # twice before the first and before the fourth
+
+
+def test_polar_express_rows_are_each_best_for_what_the_row_before_leaves():
+    # The best odd quintic on [l, u] is off by the same amount at l, at both inner extrema and at u. The first three rows are
+    # fitted to a narrower interval to bound their slope, so one extremum stays below the others.
+    low, high = 1e-3, 1.0
+    for row, (a, b, c) in enumerate(newton_schulz_module._POLAR_EXPRESS):
+        p = lambda s, a=a, b=b, c=c: a * s + b * s**3 + c * s**5
+        q1, q2 = sorted(np.sqrt(np.roots([5 * c, 3 * b, a]).real))
+        errors = np.array([1 - p(low), p(q1) - 1, 1 - p(q2), p(high) - 1])
+        np.testing.assert_allclose(errors[[0, 1, 3]], errors.max(), rtol=1e-3)
+        assert errors[2] == pytest.approx(errors.max(), rel=1e-3) if row > 2 else 0.75 < errors[2] < errors.max()
+        low, high = 1 - errors.max(), 1 + errors.max()
+    assert errors.max() < 1e-8
 
 
 def test_an_unknown_schedule_is_refused():
