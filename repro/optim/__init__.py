@@ -15,6 +15,8 @@ from repro.optim.layout import (
     per_head,
     split_parts,
 )
+from repro.optim.low_precision_state import with_low_precision_state
+from repro.optim.master_weights import with_master_weights
 from repro.optim.muon import MuonState, muon, orthogonalise, scale_by_muon, update_factor
 from repro.optim.newton_schulz import NS_SCHEDULES, newton_schulz
 from repro.optim.qk_clip import QKClipState, qk_clip, qk_clip_factor, with_qk_clip
@@ -27,5 +29,5 @@ __all__ = [
     "adam", "adamw", "check_layouts", "describe", "equal_parts", "from_declarations", "lion", "muon", "newton_schulz",
     "optimizer", "orthogonalise", "per_head", "qk_clip", "qk_clip_factor", "scale_by_adafactor", "scale_by_adalayer",
     "scale_by_muon", "scale_by_shampoo", "scale_by_soap", "scale_by_stable_adam", "sgd", "shampoo", "signum", "soap",
-    "split_parts", "stable_adamw", "update_factor", "with_qk_clip",
+    "split_parts", "stable_adamw", "update_factor", "with_low_precision_state", "with_master_weights", "with_qk_clip",
 ]  # fmt: skip
