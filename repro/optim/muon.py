@@ -40,7 +40,9 @@ def update_factor(rms: float | jax.Array | RMS, rows: int, columns: int) -> floa
     return rms * max(rows, columns) ** 0.5
 
 
-def orthogonalise(tree: Any, layouts: Any, *, schedule: str | Schedule, rms: Any, dtype: jnp.dtype) -> Any:
+def orthogonalise(
+    tree: Any, layouts: Any, *, schedule: str | Schedule, rms: Any, dtype: str | jnp.dtype = "float32"
+) -> Any:
     """Every leaf with its matrices (see `Layout`) replaced by their orthogonal factors times `update_factor`.
 
     Matrices of equal shape, up to a transposition, are stacked over the whole tree and iterated as one batch, so the
@@ -81,7 +83,7 @@ def scale_by_muon(
     nesterov: bool = True,
     schedule: str | Schedule = "muon5",
     rms: float | RMS = 0.2,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: str | jnp.dtype = "float32",
 ) -> optax.GradientTransformation:
     """Orthogonalised momentum: M = momentum * M + G, N = G + momentum * M (without Nesterov N = M), and as the update
     the orthogonal factor of N by Newton–Schulz times `update_factor`, for every matrix of the layout (Moonlight, arXiv
@@ -114,7 +116,7 @@ def muon(
     schedule: str | Schedule = "muon5",
     rms: float | RMS = 0.2,
     decay: Decay = "coupled",
-    dtype: jnp.dtype = jnp.float32,
+    dtype: str | jnp.dtype = "float32",
     roles: tuple[str, ...] = ("matrix",),
     b1: float = 0.9,
     b2: float = 0.95,
@@ -125,7 +127,8 @@ def muon(
     arXiv 2502.16982, section 2.2). The decay is not multiplied by the RMS factor.
 
     `adamw` replaces the transform of the others, with a rate and a decay of its own. `learning_rate` and `weight_decay`
-    may be traced scalars or (the rate) schedules. Raises `ReproError` at once for hyper-parameters that are not finite,
+    may be traced scalars or (the rate) schedules; `dtype` is a name rather than a type, since `inject_hyperparams` takes
+    anything that can be called for a schedule. Raises `ReproError` at once for hyper-parameters that are not finite,
     and at `init` for a parameter without a layout or without named input and output axes where its role needs them.
     """
     check_finite(learning_rate=learning_rate, weight_decay=weight_decay, b1=b1, b2=b2, eps=eps)
