@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -44,7 +44,9 @@ def pack(x: jax.Array, fmt: StateFormat, block: int, key: jax.Array | None) -> j
     if fmt in ("dynamic8", "dynamic8_unsigned"):
         return Packed(encode_dynamic(x.ravel(), signed=fmt == "dynamic8", block=block, key=key), x.shape)
     recipe = Recipe(fmt, (1, block), "fp32", "amax", None, SMALLEST_FLOOR, rounding)
-    return Packed(quantize(x.ravel(), recipe, key=key), x.shape)
+    codes = quantize(x.ravel(), recipe, key=key)
+    # How it was rounded does not matter any more, and one tree structure must serve the first state and all others.
+    return Packed(replace(codes, recipe=replace(recipe, rounding="nearest_even")), x.shape)
 
 
 def unpack(x: jax.Array | Packed) -> jax.Array:
