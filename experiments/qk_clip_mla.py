@@ -264,7 +264,7 @@ FIGURES = (
 )  # fmt: skip
 
 _CPU = Preset(
-    train=TrainConfig(steps=300, eval_windows=256, model=ModelConfig(**LATENT)),
+    train=TrainConfig(steps=250, eval_windows=256, model=ModelConfig(**LATENT)),
     sizes=("w32", "xs"),
     rates=(0.02,),
     tuning_rates=(0.02, 0.02828, 0.04),

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from repro.models import ModelConfig, declarations, init_and_apply
+from repro.models import ModelConfig, MultiHeadAttention, MultiHeadLatentAttention, declarations, init_and_apply
 from repro.models.transformer import abstract
 from repro.optim import Layout, Part, Parts, from_declarations, qk_clip
 
@@ -71,6 +72,30 @@ def clips_exactly(kind, clip):
 @pytest.mark.parametrize("alpha", [0.5, 0.3])
 def test_the_logits_of_a_clipped_head_scale_by_gamma_and_nothing_else_changes(kind, alpha):
     clips_exactly(kind, lambda w, n: qk_clip(w, MAXIMA, tau=TAU, layouts=n, alpha=alpha))
+
+
+@pytest.mark.parametrize(("kind", "module"), [("latent", MultiHeadLatentAttention), ("grouped", MultiHeadAttention)])
+def test_the_module_sees_its_clipped_heads_at_tau(kind, module):
+    """By the statistic that the module itself reports, at its own inputs."""
+    weights, layouts = jax.tree.map(lambda w: w * 0.5, attention(kind)[0]), attention(kind)[1]
+    x_BTD = jnp.asarray(np.random.default_rng(2).normal(size=(2, 5, D)), jnp.float32)
+
+    @jax.jit
+    def maxima(weights):
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: module(CONFIGS[kind], rngs=nnx.Rngs(0))))
+
+        def layer(w):
+            nnx.replace_by_pure_dict(state, w)
+            return nnx.merge(graphdef, state)(x_BTD)[1]["max_logit"]
+
+        return jnp.stack([layer(jax.tree.map(lambda w, i=i: w[i], weights)) for i in range(L)])
+
+    before = np.asarray(maxima(weights))
+    tau = float(np.sort(before.ravel())[-3] * 0.99)
+    after = np.asarray(maxima(qk_clip(weights, before, tau=tau, layouts=layouts)))
+    assert (before > tau).sum() == 3
+    np.testing.assert_allclose(after[before > tau], tau, rtol=1e-5)
+    np.testing.assert_allclose(after[before <= tau], before[before <= tau], rtol=1e-6)
 
 
 def by_hand(gamma, rope_power=1.0, shared_power=0.0, value_power=0.0):
