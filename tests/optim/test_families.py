@@ -17,6 +17,7 @@ LAYOUTS = {
     "head_DZ": Layout("head", (0,), (1,)),
 }
 SHAPES = {"w_LDF": (2, 4, 3), "norm_LD": (2, 4), "head_DZ": (4, 5)}
+OWN = ("sgd", "adafactor", "stable_adamw", "adalayer", "shampoo", "soap")  # the rest is Optax, or tested beside Muon
 DECAYS = ("coupled", "independent", "none", "l2")
 
 
@@ -53,19 +54,19 @@ def after_all(name, rate, decay):
 
 @pytest.fixture(scope="module")
 def singles(quick_compile_module):
-    """Parameters after three steps of every optimizer at the rate 0.03 and the decay 0.1."""
-    return jax.jit(lambda: {name: after_all(name, 0.03, 0.1) for name in OPTIMIZERS})()
+    """Parameters after three steps at the rate 0.03 and the decay 0.1."""
+    return jax.jit(lambda: {name: after_all(name, 0.03, 0.1) for name in OWN})()
 
 
 def test_lanes_of_traced_rates_equal_single_runs(singles):
     rates, decays = jnp.array([0.01, 0.03]), jnp.array([0.0, 0.1])
-    lanes = jax.jit(lambda *x: {n: jax.vmap(lambda *y, n=n: after_all(n, *y))(*x) for n in OPTIMIZERS})(rates, decays)
-    for name in OPTIMIZERS:
+    lanes = jax.jit(lambda *x: {n: jax.vmap(lambda *y, n=n: after_all(n, *y))(*x) for n in OWN})(rates, decays)
+    for name in OWN:
         close(jax.tree.map(lambda x: x[1], lanes[name]), singles[name], rtol=2e-4, atol=2e-5)
         assert not np.allclose(lanes[name]["w_LDF"][0], lanes[name]["w_LDF"][1], atol=1e-3), name
 
 
-@pytest.mark.parametrize("name", ["lion", "stable_adamw", "soap"])
+@pytest.mark.parametrize("name", ["stable_adamw", "soap"])
 def test_inside_the_wrappers_of_optax(name, singles):
     kind = OPTIMIZERS[name]
     extra = {"layouts": LAYOUTS} if "layouts" in inspect.signature(kind).parameters else {}
@@ -109,7 +110,7 @@ def test_every_kind_of_decay_by_hand():
 
 
 def test_decay_in_the_gradient_leaves_noisy_coordinates_undecayed_in_adam_alone():
-    """Two coordinates under noise of size 1 and 100. Noise and its negative are averaged, so that only the decay stays."""
+    """Two coordinates under noise of size 1 and 100; noise and its negative are averaged, so that the decay stays."""
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (400, 1))
     noise = jnp.asarray(signs * [1.0, 100.0], jnp.float32)
 

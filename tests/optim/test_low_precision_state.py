@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from repro.errors import ReproError
-from repro.optim import with_low_precision_state
+from repro.optim import OPTIMIZERS, Layout, optimizer, with_low_precision_state
 from repro.optim.dynamic_code import dynamic_levels, encode_dynamic
 from repro.optim.low_precision_state import pack, unpack
 
@@ -35,6 +37,16 @@ def test_a_state_takes_the_bytes_of_its_format():
     assert mixed.mu["w"].data.codes.dtype == jnp.float8_e4m3fn and mixed.nu["w"].dtype == jnp.bfloat16
     only = inner({"nu": "e5m2"})
     assert only.mu["w"].dtype == jnp.float32 and only.nu["w"].data.codes.dtype == jnp.float8_e5m2
+
+
+def test_one_tree_structure_for_all_steps():
+    params = {"w": jnp.zeros((4, 3)), "bias": jnp.zeros(3)}
+    layouts = {"w": Layout("matrix", (0,), (1,)), "bias": Layout("bias")}
+    for name, fmt in zip(OPTIMIZERS, itertools.cycle(FORMATS), strict=False):
+        inner = optimizer(name, 0.1, layouts=layouts)
+        tx = with_low_precision_state(inner, fmt, rounding="stochastic", block=8)
+        first = jax.eval_shape(tx.init, params)
+        assert jax.eval_shape(tx.update, params, first, params)[1] == first, (name, fmt)
 
 
 def adam_by_hand(grads, b1=0.9, b2=0.95, wrong=""):
@@ -72,18 +84,10 @@ def test_a_second_moment_in_bfloat16_never_falls_unless_rounding_is_stochastic()
         state = jax.lax.scan(lambda s, g: (tx.update(g, s)[1], None), tx.init(first[0]), first)[0]
         return (state.inner if fmt else state).nu
 
-    nearest, noisy, again, other, exact = jax.jit(
-        lambda: (
-            nu("bf16"),
-            *(nu("bf16", rounding="stochastic", seed=seed) for seed in (0, 0, 1)),
-            nu(None),
-        )
-    )()
+    nearest, noisy, exact = jax.jit(lambda: (nu("bf16"), nu("bf16", rounding="stochastic", seed=0), nu(None)))()
     start = np.float32(1e-3).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(nearest.astype(jnp.float32), start)
     np.testing.assert_allclose(exact, 1e-3 * 0.999**300, rtol=1e-4)
-    np.testing.assert_array_equal(noisy.astype(jnp.float32), again.astype(jnp.float32))
-    assert np.mean(noisy != other) > 0.5
     sample = np.asarray(noisy.astype(jnp.float32))
     assert sample.std() > 0
     assert abs(sample.mean() - exact[0]) < 4 * sample.std() / 64
@@ -121,7 +125,7 @@ def _round_trip(x):
 
 def test_stochastic_packing_is_right_on_average():
     x = jnp.asarray(np.random.default_rng(0).uniform(0, 1, 64), jnp.float32)
-    formats = ("e5m2", "int8", "dynamic8")
+    formats = ("int8", "dynamic8")
     many = jax.jit(jax.vmap(lambda k: [unpack(pack(x, fmt, 64, k)) for fmt in formats]))
     for fmt, sample in zip(formats, map(np.asarray, many(jax.random.split(jax.random.key(0), 2000))), strict=True):
         error = np.abs(sample.mean(0) - np.asarray(x))
