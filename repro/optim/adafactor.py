@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from repro.optim.adamw import Decay, decayed
-from repro.optim.finite import check_adam, check_range
+from repro.optim.finite import check_adam, check_positive
 from repro.optim.layout import Layout, from_matrices, to_matrices
 from repro.optim.tensors import map_tensors, mean_square, tensor_axes
 
@@ -57,7 +57,7 @@ def scale_by_adafactor(
     factors the two *largest* axes of a leaf, so layers, heads or experts of a stack may become rows, leaves matrices
     with a side below 128 whole, clips a whole stack by one number, and keeps its state in the type of the parameters.
     """
-    check_range(0, float("inf"), exponent=exponent, eps=eps, threshold=threshold)
+    check_positive(exponent=exponent, eps=eps, threshold=threshold)
 
     def zero(layout: Layout | None, leaf: jax.Array) -> tuple[Any]:
         rule = matrix_layout(leaf.shape, layout)
@@ -102,7 +102,7 @@ def scale_by_adafactor(
 def scale_by_parameter_size(layouts: Any = None, *, least: float = 1e-3) -> optax.GradientTransformation:
     """Multiplies the update of each tensor by max(least, RMS(W)) (Shazeer and Stern, arXiv 1804.04235, section 8);
     `optax.scale_by_param_block_rms` per layer of a stack."""
-    check_range(0, float("inf"), least=least)
+    check_positive(least=least)
 
     def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         def one(layout: Layout | None, u: jax.Array, w: jax.Array) -> tuple[jax.Array]:

@@ -24,6 +24,13 @@ def check_range(low: float, high: float, **values: Any) -> None:
             raise ReproError(f"{name} is {value}; it must be a number in [{low:g}, {high:g}).")
 
 
+def check_positive(**values: Any) -> None:
+    """Raises `ReproError` naming the first plain number that is not positive and finite."""
+    for name, value in values.items():
+        if isinstance(value, numbers.Real) and not 0 < value < math.inf:
+            raise ReproError(f"{name} is {value}; it must be a number above 0, and finite.")
+
+
 def check_adam(**values: Any) -> None:
     """`check_range` of what the optimizers have in common: rates and eps in [0, inf), averaging constants in [0, 1)."""
     for name, value in values.items():

@@ -77,7 +77,7 @@ class LossScaleState(NamedTuple):
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether no element of any leaf is NaN or infinite."""
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+    return jnp.all(jnp.stack([jnp.array(True), *(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree))]))
 
 
 def with_loss_scale(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from repro.optim.adamw import Decay, adamw, decayed
-from repro.optim.finite import check_adam
+from repro.optim.finite import check_adam, check_positive
 from repro.optim.groups import blocks_of, by_role, tree_of
 from repro.optim.muon import RMS, update_factor
 
@@ -64,7 +64,8 @@ def scale_by_shampoo(
     multiplied by `muon.update_factor`. Eigenvalues in float32: singular values of G below sqrt(eps) of the largest are
     lifted less (the paper adds an absolute eps I instead). optax has no Shampoo.
     """
-    check_adam(b1=b1, b2=b2, eps=eps, rms=None if isinstance(rms, str) else rms)
+    check_adam(b1=b1, b2=b2)
+    check_positive(eps=eps, rms=rms)
 
     def init(params: Any) -> ShampooState:
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)

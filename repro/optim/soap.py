@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from repro.errors import ReproError
 from repro.optim.adamw import Decay, adamw, decayed
 from repro.optim.finite import check_adam, check_range
 from repro.optim.groups import blocks_of, by_role, tree_of
@@ -45,6 +46,8 @@ def scale_by_soap(
     """
     check_adam(b1=b1, b2=b2, eps=eps)
     check_range(1, float("inf"), refresh=refresh)
+    if isinstance(refresh, float) and not refresh.is_integer():
+        raise ReproError(f"refresh is {refresh}; it must be a whole number of steps.")
 
     def init(params: Any) -> SoapState:
         def empty(w: jax.Array) -> Block:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from repro.optim.adamw import Decay, decayed
-from repro.optim.finite import check_adam
+from repro.optim.finite import check_adam, check_positive
 from repro.optim.layout import Layout
 from repro.optim.tensors import map_tensors, tensor_axes
 
@@ -33,7 +33,8 @@ def scale_by_stable_adam(
     Moments are debiased inside: the old one has the weight b (1 - b^(t-1)) / (1 - b^t) in step t from 1. nu already
     holds the current g. With layouts a tensor is one layer's and one expert's parameter. optax has no such transform.
     """
-    check_adam(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    check_adam(b1=b1, b2=b2, weight_decay=weight_decay)
+    check_positive(eps=eps)
 
     def init(params: Any) -> StableAdamState:
         def one(layout: Layout | None, w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

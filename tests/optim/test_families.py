@@ -139,6 +139,13 @@ def test_refusals():
             if b in inspect.signature(OPTIMIZERS[name]).parameters and name != "muon":
                 with pytest.raises(ReproError, match=b):
                     optimizer(name, 0.1, layouts=LAYOUTS, **{b: -0.1})
+    for name, option, bad in (
+        ("adafactor", "threshold", 0.0), ("adafactor", "exponent", -0.8), ("adafactor", "b1", 1.0),
+        ("stable_adamw", "eps", 0.0), ("shampoo", "eps", 0.0), ("shampoo", "rms", -0.2), ("soap", "refresh", 0),
+        ("soap", "refresh", 2.5), ("sgd", "momentum", 1.0),
+    ):  # fmt: skip
+        with pytest.raises(ReproError, match=f"{option} is {bad}"):
+            optimizer(name, 0.1, layouts=LAYOUTS, **{option: bad})
     with pytest.raises(ReproError, match="'adamx' is unknown; known are sgd, adam, adamw"):
         optimizer("adamx", 0.1)
     with pytest.raises(ReproError, match="has no option 'b3'"):
