@@ -59,7 +59,7 @@ ARMS = (
 NOISE = 0.3  # standard deviation of y
 OVERSHOOT, CURED, KEPT, REMOVED = 3.0, 1.5, 0.25, 0.75  # smallest effects that count
 SHAPES = ((8, 8), (64, 64), (32, 128), (512, 16))  # whose state is counted
-CONSTANT_STEPS = 60
+CONSTANT_ARMS, CONSTANT_STEPS = ("b0.95", SLOW, "clip_tight", "clip_update", "stable"), 60
 
 ADAFACTOR, STABLE = "Adafactor (arXiv 1804.04235)", "StableAdamW (arXiv 2304.13013)"
 _CONSTANT = "A constant gradient after a quiet phase of any length; betas 0.9 and 0.999 unless said."
@@ -336,30 +336,30 @@ def regression_runs(width: int, preset: Preset) -> Iterator[Run]:
                 yield Run(arm, 0, metrics, point=name, size=size)
 
 
-@functools.partial(jax.jit, static_argnames="arm")
-def constant_updates(arm: str) -> jax.Array:
-    """Updates over the rate, `[steps]`, for a constant gradient of norm 0.8 after a very long quiet phase."""
-    rule = optimizer(arm, 1.0)
+@jax.jit
+def constant_updates() -> dict[str, jax.Array]:
+    """Updates over the rate, `[steps]`, for a constant gradient of norm 0.8 after a very long quiet phase, by arm."""
+    rules = {arm: optimizer(arm, 1.0) for arm in CONSTANT_ARMS}
     g = {"b": jnp.full((8, 8), 0.1)}
     # Long ago: counters are large and moments zero.
-    state = jax.tree.map(lambda x: x + 10**6 if jnp.issubdtype(x.dtype, jnp.integer) else x, rule.init(g))
+    states = {arm: rule.init(g) for arm, rule in rules.items()}
+    states = jax.tree.map(lambda x: x + 10**6 if jnp.issubdtype(x.dtype, jnp.integer) else x, states)
 
-    def step(state, _):
-        updates, state = rule.update(g, state, g)
-        return state, -updates["b"][0, 0]
+    def step(states, _):
+        done = {arm: rule.update(g, states[arm], g) for arm, rule in rules.items()}
+        return {arm: state for arm, (_, state) in done.items()}, {arm: -u["b"][0, 0] for arm, (u, _) in done.items()}
 
-    return jax.lax.scan(step, state, None, length=CONSTANT_STEPS)[1]
+    return jax.lax.scan(step, states, None, length=CONSTANT_STEPS)[1]
 
 
 def constant_runs() -> Iterator[Run]:
     """The largest update for a constant gradient, when it comes, and the curves of a figure."""
-    plain = np.asarray(constant_updates(SLOW), np.float64)
+    found = {arm: np.asarray(u, np.float64) for arm, u in constant_updates().items()}
     k = np.arange(1, CONSTANT_STEPS + 1)
-    for arm in ("b0.95", SLOW, "clip_tight", "clip_update", "stable"):
-        u = np.asarray(constant_updates(arm), np.float64)
+    for arm, u in found.items():
         yield Run(arm, 0, {
             "constant_peak": u.max(), "constant_peak_step": k[u.argmax()],
-            "constant_peak_over_plain": u.max() / plain.max(),
+            "constant_peak_over_plain": u.max() / found[SLOW].max(),
             "off_one_minus_power": np.abs(u - (1 - BETA1**k)).max(),
         }, point="constant")  # fmt: skip
         yield from (Run(arm, 0, {"constant_update": u[i - 1]}, point=f"c{i}") for i in k)
@@ -369,22 +369,20 @@ def state_runs() -> Iterator[Run]:
     """How many numbers the second moment of a matrix is, and whether the factored form is exact."""
     beyond = {SLOW: 0, "adafactor_update": 0}
     for shape in SHAPES:
-        w = jnp.zeros(shape)
-        of_adam = optax.tree_utils.tree_get(optimizer(SLOW, 1.0).init(w), "nu")
-        of_adafactor = optax.tree_utils.tree_get(optimizer("adafactor_update", 1.0).init(w), "second")
+        w = jax.ShapeDtypeStruct(shape, jnp.float32)
+        of_adam = optax.tree_utils.tree_get(jax.eval_shape(optimizer(SLOW, 1.0).init, w), "nu")
+        of_adafactor = optax.tree_utils.tree_get(jax.eval_shape(optimizer("adafactor_update", 1.0).init, w), "second")
         for arm, tree in ((SLOW, of_adam), ("adafactor_update", of_adafactor)):
             beyond[arm] += sum(x.size for x in jax.tree.leaves(tree)) - sum(shape)
     for arm, count in beyond.items():
         yield Run(arm, 0, {"state_beyond_n_plus_m": count}, point="state")
     rng = np.random.default_rng(0)
     rank_one, normal = np.outer(rng.normal(size=8), rng.normal(size=16)), rng.normal(size=(8, 16))
-    off = {}
-    for name, g in (("factored_off", rank_one), ("unfactored_off", normal)):
-        g = jnp.asarray(g, jnp.float32)
-        rule = optimizer("adafactor_plain", 1.0)
-        # In the first step the whole second moment is g^2, and every update +-1.
-        off[name] = float(jnp.abs(jnp.abs(rule.update(g, rule.init(g), g)[0]) - 1).max())
-    yield Run("adafactor_plain", 0, off, point="state")
+    rule = optimizer("adafactor_plain", 1.0)
+    first = jax.jit(lambda g: rule.update(g, rule.init(g), g)[0])
+    # In the first step the whole second moment is g^2, and every update +-1.
+    off = [np.abs(np.abs(first(jnp.asarray(g, jnp.float32))) - 1).max() for g in (rank_one, normal)]
+    yield Run("adafactor_plain", 0, {"factored_off": off[0], "unfactored_off": off[1]}, point="state")
 
 
 def checks(preset: Preset) -> Iterator[Run]:
@@ -403,7 +401,7 @@ _REMEDIES = ("b0.95", SLOW, "clip_gradient", "clip_tight", "clip_update", "stabl
 _OWN = ("adafactor_plain", "adafactor_gradient", "adafactor_update")
 FIGURES = (
     Dose("constant", "constant_update", "Updates for a constant gradient after a quiet phase", "steps after the switch",
-         "update / rate", _CONSTANT_POINTS, ("b0.95", SLOW, "clip_tight", "clip_update", "stable"),
+         "update / rate", _CONSTANT_POINTS, CONSTANT_ARMS,
          lines=(Reference("1", y=1.0),)),
     Dose("excess", "mean_excess", "Excess risk around the switch, largest rate, mean over seeds",
          "steps after the switch", "|w - w*|^2", _STEPS, _REMEDIES, log_y=True),
