@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -56,8 +57,17 @@ def test_torch_model_equals_the_engine(corpus):
     assert statistics <= 1e-3
 
 
-def test_gpu_checks_say_what_they_need(capsys):
+@pytest.mark.parametrize(("name", "words"), [("gpu_checks", []), ("muon_step", ["--gpu"])])
+def test_what_needs_a_gpu_says_so(name, words, capsys):
     if jax.default_backend() != "cpu":
         pytest.skip("there is an accelerator")
-    assert script("gpu_checks").main([]) == 2
+    assert script(name).main(words) == 2
     assert "GPU" in capsys.readouterr().err
+
+
+def test_muon_equals_optax_on_a_tree_with_a_leaf_per_layer():
+    muon_step = script("muon_step")
+    model = dataclasses.replace(TINY.model, layers=1)  # time here is compilation, leaf by leaf
+    tree = muon_step.unstacked_tree(muon_step.stacked_tree(model, "float32"))
+    assert muon_step.groups_of(tree) == {(16, 16): 4, (16, 24): 3}
+    assert muon_step.check(tree, "float32") <= 1e-4
