@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
-from repro.train.optimizer import Name, OptimizerConfig
+from repro.optim.adamw import Decay
+from repro.train.optimizer import Name, OptimizerConfig, check_name
 
 if TYPE_CHECKING:
     from repro.train.step import Program
@@ -49,8 +50,9 @@ class TrainConfig:
     final_fraction: float = 0.1
     """Where the cosine ends, as a fraction of the peak."""
     weight_decay: float = 0.0
-    decay: Literal["coupled", "independent"] = "coupled"
-    """Coupled: W shrinks by rate * decay per step. Independent: by schedule fraction * decay."""
+    decay: Decay = "coupled"
+    """Coupled: W shrinks by rate * decay per step. Independent: by schedule fraction * decay. L2: the decay is a part of
+    the gradient. None: no decay whatever `weight_decay` says."""
     weights: Literal["fp32", "bf16", "bf16_stochastic"] = "fp32"
     """What weights are stored in between steps: float32, or bfloat16 after rounding to nearest or stochastically (there
     is then no float32 copy; the optimizer's state stays float32)."""
@@ -65,6 +67,7 @@ class TrainConfig:
         for name in ("length", "batch_size", "steps", "eval_windows"):
             if getattr(self, name) < 1:
                 raise ReproError(f"train.{name} is {getattr(self, name)}; it must be at least 1.")
+        check_name(self.optimizer)
         if not 0 < self.learning_rate < math.inf:
             raise ReproError(f"train.learning_rate is {self.learning_rate}; it must be positive and finite.")
         for name in ("weight_decay", "z_loss"):

@@ -20,11 +20,7 @@ TITLES = {
 def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str, Any]]:
     """`{"N1": {"title": ..., "rows": {role: text}}, ...}` for one arm; `evidence` becomes N10."""
     model, compute = config.model, config.model.compute_dtype
-    others = "AdamW, betas 0.9 and 0.95, eps 1e-8, bias-corrected"
-    muon = (
-        "Muon: momentum 0.95 (sum), Nesterov, five Newton-Schulz steps (3.4445, -4.7750, 2.0315) in float32 on the whole "
-        "matrix, times 0.2 sqrt(max(rows, columns))"
-    )
+    matrices, others = _optimizer_words(config)
     decay = f"{config.weight_decay:g}, {config.decay}" if config.weight_decay else "none"
     clip = f"QK-Clip per head at tau {config.tau:g}, alpha 0.5, after the step" if math.isfinite(config.tau) else "none"
     bound = {"none": "none", "rms": "RMSNorm on queries and keys", "layer": "LayerNorm on queries and keys"}[
@@ -36,7 +32,11 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
                 "fp32": "float32", "bf16": "bfloat16, no float32 copy, rounded to nearest after each step",
                 "bf16_stochastic": "bfloat16, no float32 copy, rounded stochastically after each step",
             }[config.weights],
-            "activations": compute, "gradients": "float32", "optimizer state": "float32",
+            "activations": compute, "gradients": "float32", "optimizer state": {
+                "fp32": "float32", "bf16": "bfloat16, to nearest", "bf16_stochastic": "bfloat16, stochastically",
+                "e4m3": "FP8 E4M3, blocks of 256", "int8": "linear 8-bit integers, blocks of 256",
+                "dynamic8": "dynamic 8-bit codes, blocks of 256",
+            }[config.optim.state],
             "attention logits and loss": "float32",
         },
         "N2": {"all other tensors": "no quantisation scale"},
@@ -47,11 +47,13 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
             "sent between devices": "nothing; each run stays on one device", "checkpoint": "float32",
         },
         "N6": {
-            "matrices": muon if config.optimizer == "muon" else others, "embedding, head, gains": others,
+            "matrices": matrices, "embedding, head, gains": others,
             "weight decay": f"{decay}; on every parameter" if config.weight_decay else decay,
             "rate": f"warm-up over {config.warmup:g} of the steps, then {config.schedule}"
             + (f" to {config.final_fraction:g}" if config.schedule == "cosine" else "") + " of the peak",
-            "gradient clipping": "none", "after the step": clip,
+            "gradient clipping": f"global norm {config.optim.gradient_clip:g}"
+            if math.isfinite(config.optim.gradient_clip) else "none",
+            "after the step": clip,
         },
         "N7": {
             "shape": f"{model.layers} layers, width {model.width}, {model.heads} heads, feed-forward {model.ffn}, "
@@ -74,6 +76,42 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
     return {
         key: {"title": title, "rows": dots.get(key, {}) | rows[key] | own.get(key, {})} for key, title in TITLES.items()
     }
+
+
+_STEPS = {
+    "muon5": "five Newton-Schulz steps (3.4445, -4.7750, 2.0315)",
+    "hybrid10": "eight Newton-Schulz steps (3.4445, -4.7750, 2.0315) and two of (2, -1.5, 0.5)",
+    "polar_express": "eight Polar Express steps",
+    "cubic": "thirty Newton-Schulz steps (1.5, -0.5, 0)",
+}
+
+
+def _optimizer_words(config: TrainConfig) -> tuple[str, str]:
+    """What updates matrices, and what updates everything else."""
+    name, o = config.optimizer, config.optim
+    adam = f"betas {o.b1:g} and {o.b2:g}, eps {o.eps:g}"
+    adamw = f"AdamW, {adam}, bias-corrected"
+    nesterov = ", Nesterov" if o.nesterov else ""
+    if name == "muon":
+        where = "each head of queries, keys and values, else the whole matrix" if o.per_head else "the whole matrix"
+        return (
+            f"Muon: momentum {o.momentum:g} (sum){nesterov}, {_STEPS[o.schedule]} in float32 on {where}, times {o.rms:g} "
+            "sqrt(max(rows, columns))",
+            adamw,
+        )
+    if name in ("shampoo", "soap"):
+        return f"{name.capitalize()}, {adam}", adamw
+    words = {
+        "adamw": adamw,
+        "adam": f"Adam, {adam}",
+        "sgd": f"SGD, momentum {o.momentum:g}{nesterov}",
+        "lion": f"Lion, betas {o.b1:g} and {o.b2:g}",
+        "signum": f"Signum, beta {o.b1:g}",
+        "adafactor": f"Adafactor, beta1 {o.b1:g}, update clipping at 1",
+        "stable_adamw": f"StableAdamW, {adam}",
+        "adalayer": f"Adalayer, {adam}; per coordinate on: {o.coordinates or 'nothing'}",
+    }[name]
+    return words, words
 
 
 def _quantised(model: ModelConfig) -> dict[str, dict[str, str]]:

@@ -15,7 +15,7 @@ from repro.models import Output, abstract, declarations, init_and_apply
 from repro.optim import from_declarations, qk_clip
 from repro.quant import round_to
 from repro.train.config import Numbers, TrainConfig
-from repro.train.optimizer import optimizer
+from repro.train.optimizer import build
 from repro.train.schedule import fraction
 from repro.train.summary import summarise
 
@@ -64,12 +64,14 @@ class Program:
         self._init_params, self.apply = init_and_apply(config.model)
         self.layouts = from_declarations(declarations(abstract(config.model)))
 
-    def optimizer(self, numbers: Numbers, part: jax.Array | float) -> optax.GradientTransformation:
-        """The optimizer at the fraction `part` of its schedule. Its state does not depend on either argument."""
+    def optimizer(
+        self, numbers: Numbers, part: jax.Array | float, seed: jax.Array | int = 0
+    ) -> optax.GradientTransformation:
+        """The optimizer at the fraction `part` of its schedule. Its state does not depend on the arguments."""
         decay = numbers.weight_decay * part if self.config.decay == "independent" else numbers.weight_decay
         config = self.config
         rate = numbers.learning_rate * part
-        return optimizer(config.optimizer, config.optim, self.layouts, rate, decay, config.decay)
+        return build(config.optimizer, config.optim, self.layouts, rate, decay, config.decay, seed)
 
     def init(self, seed: jax.Array) -> TrainState:
         params = self._init_params(jax.random.key(seed))
@@ -96,7 +98,7 @@ class Program:
         key = _noise(state, _DOTS) if self.config.model.dots.stochastic else None
         grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss, key)
         grads = self.gradients(grads, numbers)
-        tx = self.optimizer(numbers, fraction(self.config, state.step))
+        tx = self.optimizer(numbers, fraction(self.config, state.step), state.seed)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         stats = output.stats
