@@ -167,7 +167,7 @@ FIGURES = (
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip
 
-_TRAIN = HeadsConfig(steps=400, eval_windows=256, optim=OptimizerConfig(schedule="hybrid10", rms=0.18))
+_TRAIN = HeadsConfig(steps=300, eval_windows=256, optim=OptimizerConfig(schedule="hybrid10", rms=0.18))
 _CPU = Preset(train=_TRAIN, sizes=("w32", "xs"), rates=(0.01,))
 PRESETS = {
     "smoke": dataclasses.replace(_CPU.quick_look(), tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)),
