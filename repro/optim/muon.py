@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from repro.errors import ReproError
 from repro.optim.adamw import Decay, decayed
 from repro.optim.adamw import adamw as adamw_for_all
 from repro.optim.finite import check_finite
-from repro.optim.layout import check_layouts, from_blocks, matched, to_blocks
+from repro.optim.groups import blocks_of, by_role, tree_of
 from repro.optim.newton_schulz import Schedule, newton_schulz, schedule_table
 
 RMS = Literal["jordan", "spectral"]
@@ -48,32 +49,21 @@ def orthogonalise(
     Matrices of equal shape, up to a transposition, are stacked over the whole tree and iterated as one batch, so the
     compiled program grows with the number of shapes and not with the number of parameters.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    found = [layout for _, _, layout in matched(tree, layouts)]
-    blocks = [to_blocks(leaf, layout) for leaf, layout in zip(leaves, found, strict=True)]
-    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for leaf, pieces in enumerate(blocks):
-        for piece, block in enumerate(pieces):
-            groups.setdefault(tuple(sorted(block.shape[-2:])), []).append((leaf, piece))
+    blocks = blocks_of(tree, layouts)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, block in enumerate(blocks):
+        groups.setdefault(tuple(sorted(block.shape[-2:])), []).append(i)
     for (small, large), members in groups.items():
-        wide = []
-        for leaf, piece in members:
-            block = blocks[leaf][piece]
-            block = jnp.swapaxes(block, -1, -2) if block.shape[-2] > block.shape[-1] else block
-            wide.append(block.reshape(-1, small, large).astype(jnp.float32))
-        done = newton_schulz(jnp.concatenate(wide) if len(wide) > 1 else wide[0], schedule, dtype=dtype)
-        start = 0
-        for (leaf, piece), stack in zip(members, wide, strict=True):
-            block = blocks[leaf][piece]
-            rows, columns = block.shape[-2:]
-            out = jax.lax.slice_in_dim(done, start, start + stack.shape[0])
-            out = (jnp.swapaxes(out, -1, -2) if rows > columns else out).reshape(block.shape)
-            blocks[leaf][piece] = (update_factor(rms, rows, columns) * out).astype(block.dtype)
-            start += stack.shape[0]
-    return jax.tree.unflatten(
-        treedef,
-        [from_blocks(p, layout, leaf.shape) for p, layout, leaf in zip(blocks, found, leaves, strict=True)],
-    )
+        wide = [jnp.swapaxes(b, -1, -2) if b.shape[-2] > b.shape[-1] else b for b in (blocks[i] for i in members)]
+        stacks = [b.reshape(-1, small, large).astype(jnp.float32) for b in wide]
+        done = newton_schulz(jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0], schedule, dtype=dtype)
+        starts = itertools.accumulate((len(stack) for stack in stacks), initial=0)
+        for i, stack, start in zip(members, stacks, starts, strict=False):
+            rows, columns = blocks[i].shape[-2:]
+            out = jax.lax.slice_in_dim(done, start, start + len(stack))
+            out = (jnp.swapaxes(out, -1, -2) if rows > columns else out).reshape(blocks[i].shape)
+            blocks[i] = update_factor(rms, rows, columns) * out
+    return tree_of(blocks, tree, layouts)
 
 
 def scale_by_muon(
@@ -138,22 +128,4 @@ def muon(
     if adamw is None:
         adamw = adamw_for_all(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decay=decay)
 
-    def groups(params: Any) -> Any:
-        found = matched(params, layouts)
-        for name, _, layout in found:
-            if layout.role in roles and not (layout.inputs and layout.outputs):
-                raise ReproError(
-                    f"parameter {name} of role {layout.role} goes to Muon and names no input and output axes."
-                )
-        labels = ["muon" if layout.role in roles else "adamw" for _, _, layout in found]
-        return jax.tree.unflatten(jax.tree.structure(params), labels)
-
-    grouped = optax.partition(
-        {"muon": decayed(orthogonalised, learning_rate, weight_decay, decay), "adamw": adamw}, groups
-    )
-
-    def init(params: Any) -> Any:
-        check_layouts(params, layouts)
-        return grouped.init(params)
-
-    return optax.GradientTransformationExtraArgs(init, grouped.update)
+    return by_role(layouts, roles, decayed(orthogonalised, learning_rate, weight_decay, decay), adamw)

@@ -56,7 +56,7 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
             "after the step": clip,
         },
         "N7": {
-            "shape": f"{model.layers} layers, width {model.width}, {model.heads} heads, feed-forward {model.ffn}, "
+            "shape": f"{model.layers} layers, width {model.width}, {_attention_words(model)}, feed-forward {model.ffn}, "
             f"vocabulary {model.vocab_size}",
             "initialisation": "matrices N(0, 1/fan-in), residual writers / sqrt(2 layers), embedding N(0, 1), gains 1",
             "tying": "head untied; no biases",
@@ -76,6 +76,18 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
     return {
         key: {"title": title, "rows": dots.get(key, {}) | rows[key] | own.get(key, {})} for key, title in TITLES.items()
     }
+
+
+def _attention_words(model: ModelConfig) -> str:
+    if model.attention == "mla":
+        queries = f"query rank {model.q_rank}" if model.q_rank else "queries of full rank"
+        return (
+            f"{model.heads} latent heads ({queries}, key and value rank {model.kv_rank}, {model.nope_size} + "
+            f"{model.rope_size} components with RoPE on the latter, values of {model.value_size})"
+        )
+    shared = f" sharing {model.kv_heads} of keys and values" if 0 < model.kv_heads < model.heads else ""
+    size = f" of {model.head_dim}" if model.head_dim else ""
+    return f"{model.heads} heads{size}{shared}"
 
 
 _STEPS = {
