@@ -3,6 +3,7 @@
 import os
 
 from repro.data.kjv import load_kjv
+from repro.data.kjv_words import load_kjv_words
 from repro.data.mkv2 import load_mkv2
 from repro.data.own_text import load_text
 from repro.data.shard_files import load_llmc, load_nanogpt
@@ -11,6 +12,7 @@ from repro.errors import ReproError
 KINDS = {
     "kjv": "the King James Bible as bytes, shipped with the package",
     "kjv:BYTES": "so many of its first bytes, to be learned by heart",
+    "kjv-words:SIZE": "its words, the most frequent ones and one id for all others",
     "mkv2": "a synthetic language of known entropy",
     "mkv2:SEED": "the same with other tables",
     "text:GLOB[,GLOB...]": "your own text files as bytes; the path of one file does as well",
@@ -43,7 +45,9 @@ def load_corpus(spec, *, vocab_size=None):
     if spec == "kjv":
         return load_kjv(vocab_size)
     if kind == "kjv" and colon:
-        return load_kjv(vocab_size, _bytes(argument))
+        return load_kjv(vocab_size, _whole(argument, f"the number of bytes in {spec!r}"))
+    if kind == "kjv-words" and colon:
+        return load_kjv_words(_whole(argument, f"the number of ids in {spec!r}"), vocab_size)
     if kind == "mkv2":
         return load_mkv2(_seed(argument) if colon else 0, vocab_size)
     if colon and kind in _FILE_LOADERS:
@@ -59,9 +63,9 @@ def load_corpus(spec, *, vocab_size=None):
     return load_text(spec, vocab_size)
 
 
-def _bytes(argument):
+def _whole(argument, what):
     if not (argument.isascii() and argument.isdigit()):
-        raise ReproError(f'The number of bytes in "kjv:{argument}" must be a whole number.')
+        raise ReproError(f"{what[0].upper()}{what[1:]} must be a whole number.")
     return int(argument)
 
 

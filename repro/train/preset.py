@@ -18,7 +18,7 @@ class Sweep:
 
     train: TrainConfig = TrainConfig()
     data: str = "kjv"
-    """A corpus: kjv, mkv2, a path or text:GLOB, nanogpt:GLOB, llmc:GLOB."""
+    """A corpus: kjv, kjv-words:SIZE, mkv2, a path or text:GLOB, nanogpt:GLOB, llmc:GLOB."""
     sizes: tuple[str, ...] = ("xs",)
     """Model sizes at which every claim is judged; `custom` is the shape that `train` gives."""
     test_seeds: tuple[int, ...] = tuple(range(8))
@@ -87,16 +87,21 @@ TUNING_STEP = math.sqrt(2)
 
 
 def tuned(
-    preset: Preset, arms: Sequence[tuple[str, str]], settings: Mapping[str, Mapping[str, Any]] | None = None
+    preset: Preset,
+    arms: Sequence[tuple[str, str]],
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    starts: Mapping[str, Sequence[float]] | None = None,
+    factor: float = TUNING_STEP,
 ) -> Generator[list[Cell], Runs, tuple[Runs, dict[tuple[str, str], float]]]:
     """The best rate of each (arm, size) by mean validation loss over the tuning seeds, as a part of a plan.
 
-    The search starts at the preset's `tuning_rates` and goes on in steps of sqrt(2) while the best rate is at an end, up to
-    `tuning_limit` rates, the same for every arm. `settings` are further ones of an arm's cells. Returns the runs so far and
-    the rates: `runs, best = yield from tuned(...)`.
+    The search starts at the preset's `tuning_rates`, or for an arm in `starts` at rates of its own, and goes on in steps of
+    `factor` while the best rate is at an end, up to `tuning_limit` rates, the same for every arm. `settings` are further ones
+    of an arm's cells. Returns the runs so far and the rates: `runs, best = yield from tuned(...)`.
     """
-    settings = settings or {}
-    tried = {key: list(preset.tuning_rates) for key in arms}
+    settings, starts = settings or {}, starts or {}
+    tried = {(arm, size): list(starts.get(arm, preset.tuning_rates)) for arm, size in arms}
     wanted = [(arm, size, rate) for (arm, size), rates in tried.items() for rate in rates]
     runs, best = Runs(), {}
     while wanted:
@@ -107,7 +112,7 @@ def tuned(
         best = {key: best_rate(runs, *key) for key in tried}
         wanted = []
         for (arm, size), rates in tried.items():
-            further = extend_ladder(rates, best[arm, size], TUNING_STEP)
+            further = extend_ladder(rates, best[arm, size], factor)
             if further is not None and len(rates) < preset.tuning_limit:
                 rates.append(further)
                 wanted.append((arm, size, further))
