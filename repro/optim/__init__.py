@@ -10,6 +10,7 @@ from repro.optim.layout import (
     Part,
     Parts,
     check_layouts,
+    declare,
     describe,
     equal_parts,
     from_declarations,
@@ -30,7 +31,7 @@ from repro.optim.width_rules import factor_tree, scale_by_width_rule, width_fact
 
 __all__ = [
     "ClipState", "Layout", "LossScale", "MuonState", "NS_SCHEDULES", "OPTIMIZERS", "Part", "Parts", "QKClipState",
-    "adafactor", "adalayer", "adam", "adamw", "check_layouts", "clip_by_global_norm", "describe", "equal_parts",
+    "adafactor", "adalayer", "adam", "adamw", "check_layouts", "clip_by_global_norm", "declare", "describe", "equal_parts",
     "factor_tree", "from_declarations", "lion", "muon", "newton_schulz", "optimizer", "orthogonalise", "per_head",
     "qk_clip", "qk_clip_factor", "scale_by_adafactor", "scale_by_adalayer", "scale_by_muon", "scale_by_shampoo",
     "scale_by_soap", "scale_by_stable_adam", "scale_by_width_rule", "sgd", "shampoo", "signum", "soap", "split_parts",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -122,7 +123,7 @@ def map_layouts(f: Any, layouts: Any) -> Any:
 
 
 def named_layouts(layouts: Any) -> dict[str, Any]:
-    """The layouts by path name."""
+    """The layouts by path name; a flat mapping by path names is a tree too."""
     return {path_name(p): v for p, v in jax.tree_util.tree_flatten_with_path(layouts, is_leaf=is_layout)[0]}
 
 
@@ -177,6 +178,30 @@ def from_declarations(tree: Mapping[str, Any]) -> dict[str, Any]:
         name: layout(node) if isinstance(node.get("role"), str) else from_declarations(node)
         for name, node in tree.items()
     }
+
+
+def declare(params: Any, rules: Mapping[str, Layout]) -> Any:
+    """Layouts for a tree from elsewhere: each path (`decoder/layer_0/kernel`) gets the layout of the first regular
+    expression in `rules` that is found in it.
+
+    Raises `ReproError` for a path that no rule matches, a rule that matches no path, or a layout that does not fit.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    used, found = set(), {}
+    for path, _ in flat:
+        name = path_name(path)
+        rule = next((pattern for pattern in rules if re.search(pattern, name)), None)
+        if rule is None:
+            raise ReproError(f"no rule matches parameter {name}; the rules are {', '.join(rules)}.")
+        used.add(rule)
+        found[name] = rules[rule]
+    for rule in rules:
+        if rule not in used:
+            raise ReproError(
+                f"rule {rule!r} decides no parameter; remove it, or put it before the rules that match first."
+            )
+    check_layouts(params, found)
+    return found
 
 
 def per_head(layouts: Any) -> Any:

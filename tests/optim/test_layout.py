@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from repro.errors import ReproError
-from repro.optim import Layout, check_layouts, describe, from_declarations, per_head
+from repro.optim import Layout, check_layouts, declare, describe, from_declarations, muon, per_head
 from repro.optim.layout import ROLES, from_matrices, to_matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -157,3 +157,45 @@ def test_from_declarations():
     }
     with pytest.raises(TypeError):
         from_declarations({"x": {"role": "norm", "colour": "red"}})
+
+
+RULES = {
+    "embed|logits": Layout("embedding"), "kernel$": Layout("matrix", (0,), (1,)), "bias|scale": Layout("norm"),
+}  # fmt: skip
+
+
+def tree_from_elsewhere():
+    shapes = {
+        "embed": (8, 4),
+        "layer_0": {"kernel": (4, 6), "bias": (6,)},
+        "norm": {"scale": (4,)},
+        "logits": {"kernel": (4, 8)},
+    }
+    return jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def test_rules_by_path():
+    params = tree_from_elsewhere()
+    layouts = declare(params, RULES)
+    roles = {name: layout.role for name, layout in layouts.items()}
+    assert roles == {
+        "embed": "embedding", "layer_0/bias": "norm", "layer_0/kernel": "matrix", "logits/kernel": "embedding",
+        "norm/scale": "norm",
+    }  # fmt: skip
+    assert "layer_0/kernel (4, 6) matrix: Muon on 1 of 4 x 6" in describe(params, layouts)
+    tx = muon(0.02, layouts=declare(params, RULES))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"kernel": RULES["kernel$"]}, "no rule matches parameter embed; the rules are kernel"),
+        (RULES | {"query": Layout("norm")}, "rule 'query' decides no parameter"),
+        ({"": Layout("norm", layer=3)}, "parameter embed of shape .* has no axis 3"),
+    ],
+)
+def test_rules_that_are_refused(rules, message):
+    with pytest.raises(ReproError, match=message):
+        declare(tree_from_elsewhere(), rules)
