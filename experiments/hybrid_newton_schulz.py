@@ -72,7 +72,7 @@ FIGURES = (
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip
 
-_CPU = Preset(train=TrainConfig(steps=600, eval_windows=256), sizes=("w32", "xs"), rates=(0.01,))
+_CPU = Preset(train=TrainConfig(steps=400, eval_windows=256), sizes=("w32", "xs"), rates=(0.01,))
 PRESETS = {
     "smoke": dataclasses.replace(_CPU.quick_look(), tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)),
     "cpu": _CPU,

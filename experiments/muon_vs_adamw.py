@@ -80,7 +80,7 @@ FIGURES = (
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip
 
-_CPU = Preset(train=TrainConfig(steps=600, weight_decay=0.1, eval_windows=256), sizes=("w32", "xs"), rates=(0.01,))
+_CPU = Preset(train=TrainConfig(steps=400, weight_decay=0.1, eval_windows=256), sizes=("w32", "xs"), rates=(0.01,))
 PRESETS = {
     "smoke": dataclasses.replace(
         _CPU.quick_look(), rates=(0.01,), tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)
