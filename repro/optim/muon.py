@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -42,25 +43,36 @@ def update_factor(rms: float | jax.Array | RMS, rows: int, columns: int) -> floa
 
 
 def orthogonalise(
-    tree: Any, layouts: Any, *, schedule: str | Schedule, rms: Any, dtype: str | jnp.dtype = "float32"
+    tree: Any,
+    layouts: Any,
+    *,
+    schedule: str | Schedule,
+    rms: Any,
+    dtype: str | jnp.dtype = "float32",
+    iterate: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
 ) -> Any:
     """Every leaf with its matrices (see `Layout`) replaced by their orthogonal factors times `update_factor`.
 
     Matrices of equal shape, up to a transposition, are stacked over the whole tree and iterated as one batch, so the
-    compiled program grows with the number of shapes and not with the number of parameters.
+    compiled program grows with the number of shapes and not with the number of parameters. `iterate` maps all stacks
+    [n, small, large] to their orthogonal factors in place of `newton_schulz` on each, for matrices spread over devices.
     """
     blocks = blocks_of(tree, layouts)
     groups: dict[tuple[int, int], list[int]] = {}
     for i, block in enumerate(blocks):
         groups.setdefault(tuple(sorted(block.shape[-2:])), []).append(i)
-    for (small, large), members in groups.items():
-        wide = [jnp.swapaxes(b, -1, -2) if b.shape[-2] > b.shape[-1] else b for b in (blocks[i] for i in members)]
-        stacks = [b.reshape(-1, small, large).astype(jnp.float32) for b in wide]
-        done = newton_schulz(jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0], schedule, dtype=dtype)
-        starts = itertools.accumulate((len(stack) for stack in stacks), initial=0)
-        for i, stack, start in zip(members, stacks, starts, strict=False):
+    wide = [jnp.swapaxes(b, -1, -2) if b.shape[-2] > b.shape[-1] else b for b in blocks]
+    flat = [b.reshape(-1, *b.shape[-2:]).astype(jnp.float32) for b in wide]
+    stacks = [jnp.concatenate([flat[i] for i in m]) if len(m) > 1 else flat[m[0]] for m in groups.values()]
+    if iterate is None:
+        done = [newton_schulz(stack, schedule, dtype=dtype) for stack in stacks]
+    else:
+        done = iterate(stacks)
+    for members, stack in zip(groups.values(), done, strict=True):
+        starts = itertools.accumulate((len(flat[i]) for i in members), initial=0)
+        for i, start in zip(members, starts, strict=False):
             rows, columns = blocks[i].shape[-2:]
-            out = jax.lax.slice_in_dim(done, start, start + len(stack))
+            out = jax.lax.slice_in_dim(stack, start, start + len(flat[i]))
             out = (jnp.swapaxes(out, -1, -2) if rows > columns else out).reshape(blocks[i].shape)
             blocks[i] = update_factor(rms, rows, columns) * out
     return tree_of(blocks, tree, layouts)
