@@ -170,11 +170,13 @@ def _claims_at(preset: "EpsilonPreset", size: str) -> list[Claim]:
             same("eps1e-15"), Control("eps = 1e-6", same("eps1e-6")),
         ),
         claim(
-            "eps 1e-6: training fails", "With eps = 1e-6 it ends at least 0.2 nats above.",
+            "eps 1e-6: training fails",
+            "With eps = 1e-6 the loss times 1e-6 ends at least 0.2 nats above the loss itself.",
             costs("eps1e-6", 0.2), Control("eps = 1e-15", costs("eps1e-15", 0.2)),
         ),
         claim(
-            "eps 1e-8: training suffers", "With eps = 1e-8 it ends at least 0.05 nats above.",
+            "eps 1e-8: training suffers",
+            "With eps = 1e-8 the loss times 1e-6 ends at least 0.05 nats above the loss itself.",
             costs("eps1e-8", 0.05), Control("eps = 1e-15", costs("eps1e-15", 0.05)),
         ),
         claim(
