@@ -23,7 +23,7 @@ ARMS = (
 )
 
 
-def _claims_at(preset: Preset, size: str) -> list[Claim]:
+def _claims_at(preset: "HybridPreset", size: str) -> list[Claim]:
     at = lambda arm: f"{arm}@best/{size}"
     better = Greater("loss", at("muon5"), at("hybrid10"), log=False, smallest=0.005)
     as_well = lambda arm: NonInferior("loss", at(arm), at("muon5"), margin=0.02)
@@ -48,11 +48,19 @@ def _claims_at(preset: Preset, size: str) -> list[Claim]:
     ]  # fmt: skip
 
 
-def claims(preset: Preset) -> tuple[Claim, ...]:
+@dataclasses.dataclass(frozen=True)
+class HybridPreset(Preset):
+    """The sweep of this experiment."""
+
+    placebo: bool = True
+    """Whether the placebo is trained; no claim reads it."""
+
+
+def claims(preset: HybridPreset) -> tuple[Claim, ...]:
     return tuple(claim for size in preset.sizes for claim in _claims_at(preset, size))
 
 
-def plan(preset: Preset):
+def plan(preset: HybridPreset):
     runs, best = yield from tuned(preset, [(arm, size) for size in preset.sizes for arm in ("muon5", "hybrid10")])
     cells = []
     for size in preset.sizes:
@@ -60,7 +68,8 @@ def plan(preset: Preset):
             "muon5": best["muon5", size], "hybrid10": best["hybrid10", size],
             "placebo": best["muon5", size], "hybrid10_harm": 3 * best["hybrid10", size],
         }  # fmt: skip
-        cells += [Cell(arm, size, rate, "best", "test", preset.test_seeds) for arm, rate in rates.items()]
+        cells += [Cell(arm, size, rate, "best", "test", preset.test_seeds) for arm, rate in rates.items()
+                  if preset.placebo or arm != "placebo"]  # fmt: skip
     yield cells
 
 
@@ -72,9 +81,11 @@ FIGURES = (
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip
 
-_CPU = Preset(train=TrainConfig(steps=400, eval_windows=256), sizes=("w32", "xs"), rates=(0.01,))
+_CPU = HybridPreset(train=TrainConfig(steps=400, eval_windows=256), sizes=("w32", "xs"), rates=(0.01,))
 PRESETS = {
-    "smoke": dataclasses.replace(_CPU.quick_look(), tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)),
+    "smoke": dataclasses.replace(
+        _CPU.quick_look(), placebo=False, tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)
+    ),
     "cpu": _CPU,
 }
 

@@ -91,7 +91,7 @@ class HeadsProgram(Program):
         return rows
 
 
-def _claims_at(preset: Preset, size: str) -> list[Claim]:
+def _claims_at(preset: "HeadsPreset", size: str) -> list[Claim]:
     at = lambda arm: f"{arm}@best/{size}"
     spread = lambda case, smallest: Greater("head_spread", at(f"whole_{case}"), at(f"heads_{case}"), smallest=smallest)
     costs = lambda case, smallest: Greater(
@@ -109,7 +109,7 @@ def _claims_at(preset: Preset, size: str) -> list[Claim]:
         )  # fmt: skip
 
     harmless = NonInferior("loss", at("heads_square"), at("whole_square"), margin=0.02)
-    return [
+    found = [
         claim(
             "wide, natural: spread", "Where H K = 4 D, the updates of natural heads differ at least 1.1 times more in size "
             "under whole-matrix Muon than under Per-Head Muon.", spread("wide", 1.1),
@@ -135,19 +135,28 @@ def _claims_at(preset: Preset, size: str) -> list[Claim]:
                               NonInferior("loss", at("heads_square_harm"), at("whole_square"), margin=0.02)),
         ),
     ]  # fmt: skip
+    return found if preset.square else found[:4]
 
 
-def claims(preset: Preset) -> tuple[Claim, ...]:
+@dataclasses.dataclass(frozen=True)
+class HeadsPreset(Preset):
+    """The sweep of this experiment."""
+
+    square: bool = True
+    """Whether there are arms with H K = D beside those with H K = 4 D."""
+
+
+def claims(preset: HeadsPreset) -> tuple[Claim, ...]:
     return tuple(claim for size in preset.sizes for claim in _claims_at(preset, size))
 
 
-def plan(preset: Preset):
-    natural = [arm.name for arm in ARMS if not arm.name.endswith(("_loud", "_harm"))]
+def plan(preset: HeadsPreset):
+    arms = [arm.name for arm in ARMS if preset.square or "wide" in arm.name]
+    natural = [arm for arm in arms if not arm.endswith(("_loud", "_harm"))]
     runs, best = yield from tuned(preset, [(arm, size) for size in preset.sizes for arm in natural])
     rate = lambda arm, size: (3 if arm.endswith("_harm") else 1) * best["_".join(arm.split("_")[:2]), size]
     yield [
-        Cell(arm.name, size, rate(arm.name, size), "best", "test", preset.test_seeds)
-        for size in preset.sizes for arm in ARMS
+        Cell(arm, size, rate(arm, size), "best", "test", preset.test_seeds) for size in preset.sizes for arm in arms
     ]  # fmt: skip
 
 
@@ -168,9 +177,9 @@ FIGURES = (
 )  # fmt: skip
 
 _TRAIN = HeadsConfig(steps=300, eval_windows=256, optim=OptimizerConfig(schedule="hybrid10", rms=0.18))
-_CPU = Preset(train=_TRAIN, sizes=("w32", "xs"), rates=(0.01,))
+_CPU = HeadsPreset(train=_TRAIN, sizes=("w32", "xs"), rates=(0.01,))
 PRESETS = {
-    "smoke": dataclasses.replace(_CPU.quick_look(), tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)),
+    "smoke": dataclasses.replace(_CPU.quick_look(), square=False, tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)),
     "cpu": _CPU,
 }
 

@@ -150,6 +150,8 @@ class Size:
 
 SIZES: Mapping[str, Size] = MappingProxyType(
     {
+        # One layer, for a look at whether a program runs: what takes long there is compiling it.
+        "tiny": Size(layers=1, width=32, heads=2, ffn=86, length=16, batch_size=2),
         # One family in width alone (layers, head size, length and batch fixed), for trends over width.
         "w32": Size(layers=2, width=32, heads=2, ffn=86, length=64, batch_size=16),
         "xs": Size(layers=2, width=64, heads=4, ffn=172, length=64, batch_size=16),

@@ -71,6 +71,8 @@ def over_lanes(
     batched. The number of lanes is then data, not structure, so one compilation serves jobs of any size.
     """
 
+    f = jax.jit(f, inline=True)  # traced once, not once more for the shapes of its results
+
     def local(count_1: jax.Array, *args: Any) -> Any:
         own, common = (args[:-shared], args[-shared:]) if shared else (args, ())
         if batched(mesh):

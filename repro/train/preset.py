@@ -45,7 +45,7 @@ class Sweep:
     def quick_look(self) -> Self:
         """The same sweep in a few steps, at the smallest size and on two seeds: whether it runs, and no evidence."""
         train = dataclasses.replace(self.train, steps=3, eval_windows=4)
-        return dataclasses.replace(self, train=train, sizes=("w32",), test_seeds=(0, 1), evidence=False)
+        return dataclasses.replace(self, train=train, sizes=("tiny",), test_seeds=(0, 1), evidence=False)
 
     def config(self, size: str) -> TrainConfig:
         """The shared training settings at one size."""
