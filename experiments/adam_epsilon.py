@@ -209,13 +209,13 @@ def claims(preset: EpsilonPreset) -> tuple[Claim, ...]:
 def plan(preset: EpsilonPreset):
     rate, seeds = preset.train.learning_rate, preset.test_seeds
     half = seeds[: max(1, len(seeds) // 2)]
-    for size in preset.sizes:
-        ends = [(arm, point, seeds) for arm in EPS for point in ("natural", "c1e-6")]
-        middle = [(arm, point, half) for arm in ("eps1e-8", "eps1e-6") for point in ("c1e-2", "c1e-4")]
-        yield [
-            Cell(arm, size, rate, point, "test", own, {"loss_scale": SCALES[point]})
-            for arm, point, own in ends + (middle if preset.between else [])
-        ]
+    cells = [(arm, point, seeds) for arm in EPS for point in ("natural", "c1e-6")]
+    if preset.between:
+        cells += [(arm, point, half) for arm in ("eps1e-8", "eps1e-6") for point in ("c1e-2", "c1e-4")]
+    yield [
+        Cell(arm, size, rate, point, "test", own, {"loss_scale": SCALES[point]})
+        for size in preset.sizes for arm, point, own in cells
+    ]  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("b1", "b2"))

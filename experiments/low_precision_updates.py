@@ -89,7 +89,8 @@ SHARDS = (4, 16, 64, 256)
 """Numbers R of shards whose sums are compared with closed forms."""
 
 MIXED, KALAMKAR = "Micikevicius et al. (arXiv 1710.03740)", "Kalamkar et al. (arXiv 1905.12322)"
-V3, V4, DETTMERS = "DeepSeek-V3 (arXiv 2412.19437)", "DeepSeek-V4", "Dettmers et al. (arXiv 2110.02861)"
+V3, V4 = "DeepSeek-V3 (arXiv 2412.19437)", "DeepSeek-V4 report, section 3.4.1"
+DETTMERS = "Dettmers et al. (arXiv 2110.02861)"
 _MIXED_SAID = "FP16 training needs a loss scale, a float32 copy of the weights and float32 sums."
 _V4_SAID = "Gradients of experts are exchanged in BF16, rounded stochastically, and summed in float32; no comparison."
 

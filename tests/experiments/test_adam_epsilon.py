@@ -93,20 +93,10 @@ def test_the_first_step_of_the_program():
 
 def test_one_program_for_all_cells():
     for size in CPU.sizes:
-        cells = [cell for cells in _cells(CPU) for cell in cells if cell.size == size]
+        cells = [cell for cell in next(EXPERIMENT.plan(CPU)) if cell.size == size]
         configs = [with_settings(CPU.config(size), EXPERIMENT.settings(cell)) for cell in cells]
         assert len({config.structure() for config in configs}) == 1
         assert len({(config.eps, config.loss_scale) for config in configs}) == 10
-
-
-def _cells(preset):
-    plan, asked = EXPERIMENT.plan(preset), []
-    asked.append(next(plan))
-    while True:
-        try:
-            asked.append(plan.send(None))
-        except StopIteration:
-            return asked
 
 
 @pytest.mark.parametrize(
