@@ -22,6 +22,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from engine_overhead import EngineSteps
 from timing import interleaved, judged, machine, ratios, spread
@@ -54,10 +55,9 @@ class Tree:
 
 def stacked_tree(model: ModelConfig, dtype: str) -> Tree:
     """The model's own tree: every parameter of the blocks has a leading layer axis."""
-    init, _ = init_and_apply(model)
-    cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
-    params = cast(jax.jit(init)(jax.random.key(0)))
-    grads = cast(jax.jit(init)(jax.random.key(1)))  # of different sizes per parameter, as gradients are
+    random, _ = init_and_apply(model)
+    init = jax.jit(lambda key: jax.tree.map(lambda x: x.astype(dtype), random(key)))
+    params, grads = (init(jax.random.key(i)) for i in (0, 1))  # of different sizes per parameter, as gradients are
     return Tree(params, from_declarations(declarations(abstract(model))), grads)
 
 
@@ -160,8 +160,8 @@ def check(tree: Tree, dtype: str) -> float:
             update_of, state = update(grads, state, tree.params)
             seen.append({name: u for name, u, n in matched(update_of, tree.layouts) if n.role == "matrix"})
         updates.append(seen)
-    norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
-    apart = jax.tree.map(lambda a, b: norm(a - b) / norm(b), *updates)
+    mine, theirs = jax.tree.map(lambda x: np.asarray(x, np.float32), updates)
+    apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), mine, theirs)
     return max(float(x) for x in jax.tree.leaves(apart))
 
 
