@@ -1,7 +1,7 @@
 """Do Adam, Lion and Signum tie when each is tuned, does SGD fall behind, and where is adaptivity needed?
 
 Written before the first run. The task is the King James Bible in words, since class imbalance is what is said to make SGD
-fail: of 2,048 ids the most frequent is every thirteenth word and half of them are seen less than once in 15,000. Nothing
+fail: of 2,048 ids the most frequent is every thirteenth word and half of them are rarer than one in 14,000. Nothing
 decays, so that the update rules alone differ.
 
 Every arm has its own ladder of rates, starting where its rule is usually run (signs move every weight by the whole rate, so
