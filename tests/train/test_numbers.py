@@ -91,7 +91,7 @@ def test_a_named_size_sets_the_shape_and_keeps_the_switches():
     sized = at_size(config, "w32")
     assert (sized.model.width, sized.length, sized.batch_size) == (32, SIZES["w32"].length, SIZES["w32"].batch_size)
     assert sized.steps == 7 and sized.model.qk_norm == "rms"
-    with pytest.raises(ReproError, match="size 'xxl' is unknown; known are w32, xs"):
+    with pytest.raises(ReproError, match="size 'xxl' is unknown; known are tiny, w32, xs"):
         at_size(config, "xxl")
 
 
