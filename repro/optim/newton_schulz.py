@@ -94,9 +94,7 @@ def newton_schulz(
     tall = x.shape[-2] > x.shape[-1]
     y = jnp.swapaxes(x, -1, -2) if tall else x
     y = y.astype(jnp.float32)
-    # Without this the squares of a tiny or huge matrix under- or overflow in the norm.
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(y), (-2, -1), keepdims=True))
-    y = jnp.ldexp(y, -exponent)
+    y = _rescaled(y)
     norm = jnp.sqrt(_pairwise_sum(y * y))
     y = y / jnp.where(norm > 0, norm, 1.0)
     small, large = y.shape[-2:]
@@ -110,6 +108,15 @@ def newton_schulz(
     return (jnp.swapaxes(y, -1, -2) if tall else y).astype(x.dtype)
 
 
+def _rescaled(y: jax.Array) -> jax.Array:
+    """y over the power of two at or below its largest entry, which is exact: without this the squares of a tiny or huge
+    matrix under- or overflow in the norm."""
+    largest = jnp.max(jnp.abs(y), (-2, -1), keepdims=True)
+    exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000  # frexp takes ten times as long to compile
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return y / jnp.where(power > 0, power, 1.0)
+
+
 def _pairwise_sum(y: jax.Array) -> jax.Array:
     """The sum over the last two axes, kept, in one fixed order: XLA adds up a single matrix in another order than the same
     matrix in a stack, and the iteration would make a last bit of the norm visible."""
@@ -120,7 +127,8 @@ def _pairwise_sum(y: jax.Array) -> jax.Array:
             n //= 2
             low, high = (jax.lax.slice_in_dim(y, start, start + n, axis=axis) for start in (0, n))
             y = low + high
-        y = jax.lax.optimization_barrier(y)  # one axis fused with the other takes three times as long to compile
+            if n.bit_length() % 3 == 1:  # fused, k levels become one loop whose body has 2^k sums
+                y = jax.lax.optimization_barrier(y)
     return y
 
 
