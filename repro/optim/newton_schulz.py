@@ -93,8 +93,8 @@ def newton_schulz(
         return newton_schulz(x.reshape(x.shape[-2:]), table, dtype=dtype).reshape(x.shape)
     tall = x.shape[-2] > x.shape[-1]
     y = jnp.swapaxes(x, -1, -2) if tall else x
-    y = y.astype(jnp.float32)
-    y = _rescaled(y)
+    # The barrier keeps a transposition out of the products, which would add up in another order.
+    y = jax.lax.optimization_barrier(_rescaled(y.astype(jnp.float32)))
     norm = jnp.sqrt(_pairwise_sum(y * y))
     y = y / jnp.where(norm > 0, norm, 1.0)
     small, large = y.shape[-2:]
