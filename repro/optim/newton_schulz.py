@@ -127,7 +127,7 @@ def _pairwise_sum(y: jax.Array) -> jax.Array:
             n //= 2
             low, high = (jax.lax.slice_in_dim(y, start, start + n, axis=axis) for start in (0, n))
             y = low + high
-            if n.bit_length() % 3 == 1:  # fused, k levels become one loop whose body has 2^k sums
+            if n.bit_length() % 4 == 1:  # fused, k levels become one loop whose body has 2^k sums
                 y = jax.lax.optimization_barrier(y)
     return y
 
