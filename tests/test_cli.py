@@ -107,7 +107,7 @@ REFUSALS = [
     (["run", "logit-explosion", "--preset", "gpu"], "made for a GPU with about 80 GB of memory and JAX sees only cpu"),
     (["ledger", "--parameters", "many"], "--parameters is many; it must be a whole number of at least 1."),
     (["ledger", "--parameters", "-3"], "--parameters is -3"),
-    (["ledger", "--size", "huge"], "size 'huge' is unknown; known are w32"),
+    (["ledger", "--size", "huge"], "size 'huge' is unknown; known are tiny, w32"),
     (["ledger", "--size", "xs", "--parameters", "3"], "contradict each other"),
     (["ledger", "--policy", "v9"], "'v9' is unknown; known are fp32_adam"),
     (["ledger", "--role", "ema"], "--role ema is not ROLE=FORMAT"),

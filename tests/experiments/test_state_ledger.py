@@ -77,5 +77,5 @@ def test_a_byte_too_many_contradicts(runs):
 
 @pytest.mark.parametrize("sizes", [(), ("huge",)])
 def test_presets_without_a_meaning(sizes):
-    with pytest.raises(ReproError, match="sizes is .*; give one or more of w32"):
+    with pytest.raises(ReproError, match="sizes is .*; give one or more of tiny, w32"):
         MODULE.Preset(sizes=sizes)
