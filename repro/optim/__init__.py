@@ -32,10 +32,11 @@ from repro.optim.width_rules import factor_tree, scale_by_width_rule, width_fact
 
 __all__ = [
     "ClipState", "Layout", "LossScale", "MuonState", "NS_SCHEDULES", "OPTIMIZERS", "Part", "Parts", "QKClipState",
-    "adafactor", "adalayer", "adam", "adamw", "check_layouts", "clip_by_global_norm", "declare", "describe", "distributed_muon", "equal_parts",
-    "factor_tree", "from_declarations", "lion", "momentum_spec", "muon", "newton_schulz", "optimizer", "orthogonalise", "per_head",
-    "qk_clip", "qk_clip_factor", "scale_by_adafactor", "scale_by_adalayer", "scale_by_distributed_muon", "scale_by_muon", "scale_by_shampoo",
-    "scale_by_soap", "scale_by_stable_adam", "scale_by_width_rule", "sgd", "shampoo", "signum", "soap", "split_parts",
+    "adafactor", "adalayer", "adam", "adamw", "check_layouts", "clip_by_global_norm", "declare", "describe",
+    "distributed_muon", "equal_parts", "factor_tree", "from_declarations", "lion", "momentum_spec", "muon",
+    "newton_schulz", "optimizer", "orthogonalise", "per_head", "qk_clip", "qk_clip_factor", "scale_by_adafactor",
+    "scale_by_adalayer", "scale_by_distributed_muon", "scale_by_muon", "scale_by_shampoo", "scale_by_soap",
+    "scale_by_stable_adam", "scale_by_width_rule", "sgd", "shampoo", "signum", "soap", "split_parts",
     "stable_adamw", "update_factor", "warmup_constant_cosine", "warmup_multistep", "warmup_stable_decay",
     "width_factors", "with_loss_scale", "with_low_precision_state", "with_master_weights", "with_qk_clip",
 ]  # fmt: skip

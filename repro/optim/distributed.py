@@ -24,7 +24,7 @@ from repro.optim.adamw import adamw as adamw_for_all
 from repro.optim.finite import check_finite
 from repro.optim.groups import by_role
 from repro.optim.layout import matched, path_name
-from repro.optim.muon import RMS, MuonState, orthogonalise
+from repro.optim.muon import RMS, MuonState, accumulate, orthogonalise
 from repro.optim.newton_schulz import Schedule, newton_schulz, schedule_table
 from repro.optim.owners import Placed, assign, check_spec, spec_names
 
@@ -157,8 +157,7 @@ def scale_by_distributed_muon(
 
         def step(grads: Any, before: Any) -> tuple[Any, Any]:
             grads = shard(grads)
-            summed = jax.tree.map(lambda m, g: momentum * m + g, before, grads)
-            ahead = jax.tree.map(lambda g, m: g + momentum * m, grads, summed) if nesterov else summed
+            summed, ahead = accumulate(grads, before, momentum, nesterov)
             return by_owners(shard(ahead), layouts, sharded, mesh, table, rms, dtype), summed
 
         updates, summed = _in_auto_mode(step, mesh, (own, sharded))(grads, state.momentum)

@@ -81,6 +81,12 @@ def orthogonalise(
     return tree_of(blocks, tree, layouts)
 
 
+def accumulate(grads: Any, before: Any, momentum: Any, nesterov: bool) -> tuple[Any, Any]:
+    """The momentum M = momentum * M + G, and what is orthogonalised of it: N = G + momentum * M, without Nesterov M."""
+    summed = jax.tree.map(lambda m, g: momentum * m + g, before, grads)
+    return summed, jax.tree.map(lambda g, m: g + momentum * m, grads, summed) if nesterov else summed
+
+
 def scale_by_muon(
     layouts: Any,
     *,
@@ -104,8 +110,7 @@ def scale_by_muon(
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         del params
-        summed = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, grads)
-        ahead = jax.tree.map(lambda g, m: g + momentum * m, grads, summed) if nesterov else summed
+        summed, ahead = accumulate(grads, state.momentum, momentum, nesterov)
         return orthogonalise(ahead, layouts, schedule=table, rms=rms, dtype=dtype), MuonState(summed)
 
     return optax.GradientTransformation(init, update)
