@@ -30,6 +30,7 @@ import optax
 from repro.claims import All, Arm, Claim, Control, Experiment, Run, Within
 from repro.errors import ReproError
 from repro.optim import NS_SCHEDULES, Layout, newton_schulz, orthogonalise, per_head, update_factor
+from repro.optim.geometry import svd_entropy
 from repro.report import Dose, Heatmap, Reference
 
 MAPS = {
@@ -574,11 +575,9 @@ def head_runs(preset: Preset, tree: dict, done: dict) -> Iterator[Run]:
 
 
 def effective_rank(x: np.ndarray) -> float:
-    """exp(-sum p ln p), p = squared singular values over their sum; n for n equal ones (Moonlight's entropy H is
-    ln of it over ln n)."""
-    p = np.linalg.svd(np.asarray(x, np.float64), compute_uv=False) ** 2
-    p = p[p > 0] / p.sum()
-    return float(np.exp(-(p * np.log(p)).sum()))
+    """n to the power of the SVD entropy, which is exp(-sum p ln p) with p = squared singular values over their sum; n for n
+    equal ones."""
+    return float(min(x.shape) ** svd_entropy(x))
 
 
 def direction_runs(preset: Preset, done: dict, adam: np.ndarray) -> Iterator[Run]:
