@@ -2,17 +2,21 @@
 
 from repro.models import functional
 from repro.models.attention import MultiHeadAttention, rope, soft_cap
-from repro.models.config import SIZES, ModelConfig, Size
+from repro.models.block import Block
+from repro.models.config import SIZES, ModelConfig, Size, YarnConfig
 from repro.models.ffn import DenseFFN
 from repro.models.functional import swiglu
 from repro.models.latent_attention import MultiHeadLatentAttention
-from repro.models.norm import RMSNorm, layer_norm, rms_norm
-from repro.models.output import Output, Stats
-from repro.models.parameter import declarations, parameter
-from repro.models.transformer import Block, Transformer, abstract, init_and_apply
+from repro.models.moe_config import MoEConfig
+from repro.models.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
+from repro.models.output import MoEStats, Output, ResidualStats, Stats
+from repro.models.parameter import Buffer, declarations, parameter
+from repro.models.residual_config import ResidualConfig
+from repro.models.transformer import Transformer, abstract, init_and_apply, initial_buffers
 
 __all__ = [
-    "SIZES", "Block", "DenseFFN", "ModelConfig", "MultiHeadAttention", "MultiHeadLatentAttention", "Output", "RMSNorm",
-    "Size", "Stats", "Transformer", "abstract", "declarations", "functional", "init_and_apply", "layer_norm",
+    "SIZES", "Block", "Buffer", "DenseFFN", "LayerNorm", "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention",
+    "MultiHeadLatentAttention", "Output", "RMSNorm", "ResidualConfig", "ResidualStats", "Size", "Stats", "Transformer",
+    "YarnConfig", "abstract", "declarations", "functional", "init_and_apply", "initial_buffers", "layer_norm",
     "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from flax import nnx
 from repro.models.config import ModelConfig
 from repro.models.linear import folded, linear
 from repro.models.norm import layer_norm, rms_norm
-from repro.models.parameter import normal, parameter
+from repro.models.parameter import matrix, parameter
 
 _NORMS = {"rms": rms_norm, "layer": layer_norm}
 # Finite, so that a row's gradient stays defined, and below every logit, also those of a run that diverges.
@@ -87,11 +87,11 @@ class MultiHeadAttention(nnx.Module):
         self.config = config
         q, k = ("q", "k") if G == H else ("q_shared", "k_shared")
         into_heads = dict(role="matrix", inputs=(0,), outputs=(1, 2), head=1)
-        self.q_DHK = parameter(normal(rngs.params(), (D, H, K), D), qk=q, **into_heads)
-        self.k_DHK = parameter(normal(rngs.params(), (D, G, K), D), qk=k, **into_heads)
-        self.v_DHV = parameter(normal(rngs.params(), (D, G, K), D), **into_heads)
+        self.q_DHK = parameter(matrix(config, rngs.params(), (D, H, K)), qk=q, **into_heads)
+        self.k_DHK = parameter(matrix(config, rngs.params(), (D, G, K)), qk=k, **into_heads)
+        self.v_DHV = parameter(matrix(config, rngs.params(), (D, G, K), branch=True), **into_heads)
         self.o_HVD = parameter(
-            normal(rngs.params(), (H, K, D), H * K, gain=(2 * config.layers) ** -0.5),
+            matrix(config, rngs.params(), (H, K, D), 2, writer=True, branch=True),
             "matrix", inputs=(0, 1), outputs=(2,), head=0,
         )  # fmt: skip
         if config.qk_norm != "none":

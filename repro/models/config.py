@@ -9,16 +9,49 @@ from types import MappingProxyType
 from typing import Literal
 
 from repro.errors import ReproError
+from repro.models.moe_config import MoEConfig
+from repro.models.pattern import Kind, kinds
+from repro.models.residual_config import ResidualConfig
 from repro.quant.precision import Precision, precision_of
 
-QKNorm = Literal["none", "rms", "layer"]
+QKNorm = Literal["none", "rms", "layer", "rms_plain", "l2", "v4"]
 AttentionKind = Literal["mha", "mla"]
+GLU = Literal["swiglu", "clamped", "situ", "smooth", "powlu", "gelu"]
 _LATENT = ("q_rank", "kv_rank", "nope_size", "rope_size", "value_size")
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """RoPE stretched to longer windows (YaRN, arXiv 2309.00071, section 3); the default is off.
+
+    Raises `ReproError` for values out of range.
+    """
+
+    factor: float = 1.0
+    """How many times longer windows become; 1 is off."""
+    original: int = 4096
+    """Window length before the stretch."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Pairs that turn more than `beta_fast` times over the original window keep their frequency, those that turn less
+    than `beta_slow` times are slowed by `factor`."""
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+    """DeepSeek: m(c) = 0.1 c ln(factor) + 1 multiplies the logits by m(mscale_all_dim)^2, and the rotated components by
+    m(mscale) / m(mscale_all_dim)."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < math.inf or self.original < 1:
+            raise ReproError(f"model.yarn needs a factor of at least 1 and an original length, not {self.factor:g}.")
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise ReproError("model.yarn.beta_slow must be positive and below model.yarn.beta_fast.")
+        if self.mscale < 0 or self.mscale_all_dim < 0:
+            raise ReproError("model.yarn.mscale and mscale_all_dim must be zero or positive.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder; the defaults are the size `xs`.
+    """A decoder; the defaults are a pre-norm one of the size `xs`.
 
     Raises `ReproError` for sizes that do not fit together.
     """
@@ -28,7 +61,27 @@ class ModelConfig:
     width: int = 64
     heads: int = 4
     ffn: int = 172
-    """Hidden width F of the SwiGLU feed-forward block."""
+    """Hidden width F of the dense feed-forward block."""
+    glu: GLU = "swiglu"
+    """What the hidden units of every feed-forward block and expert do (`repro.models.functional`); gelu has no gate."""
+    glu_limit: float = 10.0
+    """clamped: upper bound of the gate's input and bound of the other branch (DeepSeek-V4)."""
+    situ_gate: float = 4.0
+    situ_up: float = 25.0
+    """situ: the two betas (Kimi K3)."""
+    powlu_m: float = 3.0
+    """powlu: the exponent m."""
+    moe: MoEConfig = MoEConfig()
+    pattern: str = ""
+    """Blocks from the bottom up, such as `dense, 3*(moe, mha.moe)`: what stands before a dot is the attention, otherwise
+    `attention`. Empty: as `moe` says."""
+    residual: ResidualConfig = ResidualConfig()
+    embedding_scale: float = 1.0
+    """Factor on the embedding as it enters the first layer (Spike No More, arXiv 2312.16903: sqrt(width))."""
+    embedding_std: float = 1.0
+    """Standard deviation of the initial embedding."""
+    embedding_norm: bool = False
+    """RMSNorm on the embedding."""
     attention: AttentionKind = "mha"
     """Multi-head (with grouped queries on request), or multi-head latent attention."""
     kv_heads: int = 0
@@ -47,10 +100,29 @@ class ModelConfig:
     """mla: size V of a value head."""
     rope_interleaved: bool = False
     """RoPE turns neighbours (2i, 2i + 1) in place of the pairs (i, i + size / 2)."""
+    position: Literal["rope", "none"] = "rope"
+    """none: no rotation anywhere, also of the rotary part of latent attention (Kimi K3's NoPE)."""
+    yarn: YarnConfig = YarnConfig()
+    output_gate: bool = False
+    """Multiply the mixed values by sigmoid(x W) before the output projection (gated attention of Kimi K3)."""
+    attention_sink: bool = False
+    """A learned logit per head in the softmax's denominator, without a value (DeepSeek-V4, gpt-oss)."""
+    sigma_reparam: bool = False
+    """Weights of all linear layers of the blocks as gamma / sigma(W) W (Zhai et al., arXiv 2303.06296)."""
     qk_norm: QKNorm = "none"
-    """Normalisation of queries and keys over the head axis: RMSNorm or LayerNorm, each with one gain for all heads."""
+    """Normalisation of queries and keys over the head axis: rms and layer with one gain for all heads, rms_plain without
+    gain, l2 to unit length with one learned scale in place of 1/sqrt(K) (Henry et al., arXiv 2010.04245), v4 queries
+    without and keys with a gain (DeepSeek-V4)."""
     soft_cap: float = 0.0
     """Attention logits become cap * tanh(logit / cap); 0 leaves them alone (Gemma 2, arXiv 2408.00118, section 2)."""
+    init: Literal["fan_in", "xavier", "small"] = "fan_in"
+    """Standard deviations of matrices. fan_in: 1 / sqrt(fan-in), those that write into the residual stream smaller by
+    sqrt(2 L). xavier: sqrt(2 / (fan-in + fan-out)). small: sqrt(2 / (5 width)), writers again smaller (Spike No More,
+    arXiv 2312.16903)."""
+    head_gain: float = 1.0
+    """Factor on the initial head; at 1 logits have unit variance and the first loss is ln Z + 1/2."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Norms around the blocks: RMSNorm, or LayerNorm without bias."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -77,15 +149,34 @@ class ModelConfig:
         for name in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ReproError(f"model.{name} is {getattr(self, name)}; it must be positive.")
-        if self.qk_norm not in ("none", "rms", "layer"):
-            raise ReproError(f"model.qk_norm is {self.qk_norm!r}; it must be none, rms or layer.")
+        for name, known in (
+            ("qk_norm", QKNorm.__args__),
+            ("glu", GLU.__args__),
+            ("position", ("rope", "none")),
+            ("init", ("fan_in", "xavier", "small")),
+            ("norm", ("rms", "layer")),
+        ):
+            if getattr(self, name) not in known:
+                choices = f"{', '.join(known[:-1])} or {known[-1]}"
+                raise ReproError(f"model.{name} is {getattr(self, name)!r}; it must be {choices}.")
+        for name in ("glu_limit", "situ_gate", "situ_up", "embedding_scale", "embedding_std", "head_gain"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ReproError(f"model.{name} is {getattr(self, name)}; it must be positive and finite.")
+        if not 0 < self.powlu_m < 10:
+            raise ReproError(f"model.powlu_m is {self.powlu_m}; it must lie between 0 and 10.")
+        if self.moe.experts and self.moe.dense_layers + self.moe.hash_layers > self.layers:
+            raise ReproError(
+                f"model.moe.dense_layers {self.moe.dense_layers} and hash_layers {self.moe.hash_layers} are more than "
+                f"model.layers {self.layers}."
+            )
+        _ = self.segments  # a pattern that does not fit is refused here
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ReproError(f"model.compute_dtype is {self.compute_dtype!r}; it must be float32 or bfloat16.")
         precision_of(self.precision)
 
     def _check_multi_head(self) -> None:
         for name in _LATENT:
-            if getattr(self, name):
+            if getattr(self, name) and not self.mixed:
                 raise ReproError(f"model.{name} belongs to model.attention mla; with mha it must stay 0.")
         if self.head_dim == 0 and (self.width % self.heads or (self.width // self.heads) % 2):
             raise ReproError(
@@ -99,7 +190,7 @@ class ModelConfig:
 
     def _check_latent(self) -> None:
         for name in ("kv_heads", "head_dim"):
-            if getattr(self, name):
+            if getattr(self, name) and not self.mixed:
                 raise ReproError(f"model.{name} belongs to model.attention mha; with mla it must stay 0.")
         for name in ("kv_rank", "nope_size", "rope_size", "value_size"):
             if not getattr(self, name):
@@ -111,10 +202,16 @@ class ModelConfig:
                 )
         if self.rope_size % 2:
             raise ReproError(f"model.rope_size is {self.rope_size}; it must be even, since RoPE rotates pairs.")
-        if self.qk_norm != "none":
-            raise ReproError(
-                f"model.qk_norm is {self.qk_norm!r}, which is for model.attention mha; mla has norms on its latents."
-            )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some layers may have the other kind of attention."""
+        return "." in self.pattern
+
+    @property
+    def segments(self) -> tuple[tuple[tuple[Kind, ...], int], ...]:
+        """Blocks from the bottom up, as (unit of blocks, repeats)."""
+        return kinds(self.pattern, self.attention, self.layers, self.moe)
 
     @property
     def head_size(self) -> int:
@@ -125,6 +222,25 @@ class ModelConfig:
     def key_heads(self) -> int:
         """Heads of keys and values."""
         return self.kv_heads or self.heads
+
+    @property
+    def deep_norm(self) -> tuple[float, float]:
+        """DeepNorm's (alpha, beta): the factor on the shortcut, and the initial gain of the value and output projections
+        and of feed-forward matrices (DeepNet, arXiv 2203.00555, figure 2, decoder-only)."""
+        if self.residual.kind != "deep_norm":
+            return 1.0, 1.0
+        return (2 * self.layers) ** 0.25, (8 * self.layers) ** -0.25
+
+    def std(self, fan_in: int, fan_out: int, *, writer: bool = False, branch: bool = False) -> float:
+        """Initial standard deviation of a matrix. `writer` is one that writes into the residual stream, `branch` one
+        that DeepNorm makes smaller (values, outputs, feed-forward)."""
+        depth = (2 * self.layers) ** -0.5 if writer else 1.0
+        gain = self.deep_norm[1] if branch else 1.0
+        if self.init == "xavier":
+            return gain * (2 / (fan_in + fan_out)) ** 0.5
+        if self.init == "small":
+            return gain * depth * (2 / (5 * self.width)) ** 0.5
+        return gain * depth / fan_in**0.5
 
     @property
     def dots(self) -> Precision:

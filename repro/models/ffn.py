@@ -1,14 +1,22 @@
-"""The SwiGLU feed-forward block."""
+"""The dense feed-forward block."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.config import ModelConfig
 from repro.models.functional import swiglu
 from repro.models.linear import folded, linear
-from repro.models.parameter import normal, parameter
+from repro.models.output import FFNRecord
+from repro.models.parameter import matrix, parameter
+
+
+def hidden_statistics(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Maximum of |h| and root mean square, float32, without gradient."""
+    seen = jax.lax.stop_gradient(h).astype(jnp.float32)
+    return jnp.abs(seen).max(), jnp.sqrt(jnp.mean(seen * seen))
 
 
 class DenseFFN(nnx.Module):
@@ -17,12 +25,13 @@ class DenseFFN(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         D, F = config.width, config.ffn
         self.config = config
-        matrix = dict(role="matrix", inputs=(0,), outputs=(1,))
-        self.gate_DF = parameter(normal(rngs.params(), (D, F), D), **matrix)
-        self.up_DF = parameter(normal(rngs.params(), (D, F), D), **matrix)
-        self.down_FD = parameter(normal(rngs.params(), (F, D), F, gain=(2 * config.layers) ** -0.5), **matrix)
+        shape = dict(role="matrix", inputs=(0,), outputs=(1,))
+        self.gate_DF = parameter(matrix(config, rngs.params(), (D, F), branch=True), **shape)
+        self.up_DF = parameter(matrix(config, rngs.params(), (D, F), branch=True), **shape)
+        self.down_FD = parameter(matrix(config, rngs.params(), (F, D), writer=True, branch=True), **shape)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """`key` is for policies that round stochastically."""
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, FFNRecord]:
+        """The output [B, T, D] and its record. `key` is for policies that round stochastically."""
         apply = lambda x, w, i: linear(x, w[...], self.config, "ffn", folded(key, i))
-        return apply(swiglu(apply(x_BTD, self.gate_DF, 0), apply(x_BTD, self.up_DF, 1)), self.down_FD, 2)
+        h_BTF = swiglu(apply(x_BTD, self.gate_DF, 0), apply(x_BTD, self.up_DF, 1))
+        return apply(h_BTF, self.down_FD, 2), FFNRecord(*hidden_statistics(h_BTF))

@@ -10,7 +10,7 @@ from repro.models.attention import attend, rope
 from repro.models.config import ModelConfig
 from repro.models.linear import folded, linear
 from repro.models.norm import RMSNorm
-from repro.models.parameter import normal, parameter
+from repro.models.parameter import matrix, parameter
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -33,18 +33,18 @@ class MultiHeadLatentAttention(nnx.Module):
         query = dict(parts=(2, (("nope", K, "q"), ("rope", R, "q_shared")), False), **into_heads)
         latent_norm = lambda size: RMSNorm(size, config.norm_eps, config.dots.policy("norm"))
         if config.q_rank:
-            self.q_down_DC = parameter(normal(rngs.params(), (D, config.q_rank), D), **down)
+            self.q_down_DC = parameter(matrix(config, rngs.params(), (D, config.q_rank)), **down)
             self.q_norm = latent_norm(config.q_rank)
-            self.q_up_CHJ = parameter(normal(rngs.params(), (config.q_rank, H, K + R), config.q_rank), **query)
+            self.q_up_CHJ = parameter(matrix(config, rngs.params(), (config.q_rank, H, K + R)), **query)
         else:
-            self.q_DHJ = parameter(normal(rngs.params(), (D, H, K + R), D), **query)
-        self.kv_down_DC = parameter(normal(rngs.params(), (D, C), D), **down)
+            self.q_DHJ = parameter(matrix(config, rngs.params(), (D, H, K + R)), **query)
+        self.kv_down_DC = parameter(matrix(config, rngs.params(), (D, C)), **down)
         self.kv_norm = latent_norm(C)
-        self.k_rope_DR = parameter(normal(rngs.params(), (D, R), D), qk="k_shared", **down)
-        self.k_up_CHK = parameter(normal(rngs.params(), (C, H, K), C), qk="k", **into_heads)
-        self.v_up_CHV = parameter(normal(rngs.params(), (C, H, V), C), **into_heads)
+        self.k_rope_DR = parameter(matrix(config, rngs.params(), (D, R)), qk="k_shared", **down)
+        self.k_up_CHK = parameter(matrix(config, rngs.params(), (C, H, K)), qk="k", **into_heads)
+        self.v_up_CHV = parameter(matrix(config, rngs.params(), (C, H, V), branch=True), **into_heads)
         self.o_HVD = parameter(
-            normal(rngs.params(), (H, V, D), H * V, gain=(2 * config.layers) ** -0.5),
+            matrix(config, rngs.params(), (H, V, D), 2, writer=True, branch=True),
             "matrix", inputs=(0, 1), outputs=(2,), head=0,
         )  # fmt: skip
 

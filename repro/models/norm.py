@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from repro.models.config import ModelConfig
 from repro.models.parameter import parameter
 from repro.quant import GemmPolicy, stored
 
@@ -25,9 +26,22 @@ def layer_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 class RMSNorm(nnx.Module):
     """RMSNorm with a learnable gain [D], kept in the format that `policy` gives to weights."""
 
+    normalise = staticmethod(rms_norm)
+
     def __init__(self, width: int, eps: float, policy: GemmPolicy | None = None) -> None:
         self.gain = parameter(jnp.ones(width, jnp.float32), "norm")
         self.eps, self.policy = eps, policy
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, stored(self.gain[...], self.policy), self.eps)
+        return self.normalise(x, stored(self.gain[...], self.policy), self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """LayerNorm with a learnable gain [D] and no bias, kept likewise."""
+
+    normalise = staticmethod(layer_norm)
+
+
+def block_norm(config: ModelConfig) -> RMSNorm:
+    """The norm that `config` puts around the blocks, over the width."""
+    return {"rms": RMSNorm, "layer": LayerNorm}[config.norm](config.width, config.norm_eps, config.dots.policy("norm"))

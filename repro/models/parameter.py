@@ -6,6 +6,7 @@ mesh never has to guess from a shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,9 +41,23 @@ def parameter(
     return nnx.Param(value, declaration=tuple(declaration.items()))
 
 
+class Buffer(nnx.Variable):
+    """What a module carries from step to step that no optimizer sees, such as the selection bias of a router. A forward
+    pass does not change it; it returns the next value as `Output.buffers`."""
+
+
 def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, gain: float = 1.0) -> jax.Array:
     """Gaussian float32 with standard deviation gain / sqrt(fan_in)."""
     return jax.random.normal(key, shape, jnp.float32) * (gain / fan_in**0.5)
+
+
+def matrix(
+    config: Any, key: jax.Array, shape: tuple[int, ...], inputs: int = 1, *, writer: bool = False, branch: bool = False
+) -> jax.Array:
+    """A Gaussian matrix whose first `inputs` axes are inputs, with the standard deviation `config.std` gives it."""
+    fan_in, fan_out = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    std = config.std(fan_in, fan_out, writer=writer, branch=branch)
+    return jax.random.normal(key, shape, jnp.float32) * std
 
 
 def declarations(module: nnx.Module) -> dict[str, Any]:
@@ -68,7 +83,7 @@ def declarations(module: nnx.Module) -> dict[str, Any]:
         }
 
     tree: dict[str, Any] = {}
-    for path, variable in nnx.to_flat_state(nnx.split(module)[1]):
+    for path, variable in nnx.to_flat_state(nnx.split(module, nnx.Param, ...)[1]):
         node: Mapping[str, Any] = tree
         for name in path[:-1]:
             node = node.setdefault(name, {})

@@ -1,7 +1,8 @@
-"""The decoder: embedding, a scanned stack of pre-norm blocks, an untied head."""
+"""The decoder: embedding, scanned stacks of blocks, an untied head."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,82 +10,157 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from repro.models.attention import MultiHeadAttention
+from repro.models.block import Block, Unit, ends, layer_stats
 from repro.models.config import ModelConfig
-from repro.models.ffn import DenseFFN
-from repro.models.latent_attention import MultiHeadLatentAttention
 from repro.models.linear import folded, linear
-from repro.models.norm import RMSNorm
+from repro.models.norm import block_norm, rms_norm
 from repro.models.output import Output, Stats
 from repro.models.parameter import normal, parameter
+from repro.models.pattern import Segment
 from repro.quant import Precision, stored
 
-_ATTENTION = {"mha": MultiHeadAttention, "mla": MultiHeadLatentAttention}
 _UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
 
 
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.width, config.norm_eps, config.dots.policy("norm"))
-        self.attention = _ATTENTION[config.attention](config, rngs=rngs)
-        self.ffn_norm = RMSNorm(config.width, config.norm_eps, config.dots.policy("norm"))
-        self.ffn = DenseFFN(config, rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Stats]:
-        mixed_BTD, logit_stats = self.attention(self.attention_norm(x_BTD), folded(key, 0))
-        x_BTD = x_BTD + mixed_BTD
-        x_BTD = x_BTD + self.ffn(self.ffn_norm(x_BTD), folded(key, 1))
-        seen = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
-        return x_BTD, Stats(
-            **logit_stats, activation_max=jnp.abs(seen).max(), activation_rms=jnp.sqrt(jnp.mean(seen * seen))
-        )
-
-
 class Transformer(nnx.Module):
-    """A decoder over tokens. Matrices start as N(0, 1/fan_in), those that write into the residual stream smaller by
-    sqrt(2 L), the embedding as N(0, 1), gains as 1."""
+    """A decoder over tokens; `config` composes it.
 
-    stacked = ("blocks",)
+    The layers of each segment of `config.segments` are stacked and scanned: as `blocks`, or `blocks_0`, `blocks_1`, ...
+    where there are several. Matrices start as `config.std` says, the embedding as N(0, `embedding_std`^2), gains as 1.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         D, Z = config.width, config.vocab_size
         self.config = config
-        self.embedding_ZD = parameter(normal(rngs.params(), (Z, D), 1), "embedding")
-        make_block = nnx.vmap(lambda r: Block(config, rngs=r), in_axes=0, out_axes=0)
-        self.blocks = make_block(rngs.split(config.layers))
-        self.final_norm = RMSNorm(D, config.norm_eps, config.dots.policy("norm"))
-        self.head_DZ = parameter(normal(rngs.params(), (D, Z), D), "head")
+        self.embedding_ZD = parameter(normal(rngs.params(), (Z, D), 1, gain=config.embedding_std), "embedding")
+        first = 0
+        for name, (unit, repeats) in zip(self.stacked, config.segments, strict=True):
+            make = nnx.vmap(lambda r, layer, unit=unit: _unit(config, unit, layer, r), in_axes=0, out_axes=0)
+            setattr(self, name, make(rngs.split(repeats), first + len(unit) * jnp.arange(repeats)))
+            first += len(unit) * repeats
+        self.ends = ends(config, rngs=rngs)
+        self.final_norm = block_norm(config)
+        self.head_DZ = parameter(normal(rngs.params(), (D, Z), D, gain=config.head_gain), "head")
 
-    def __call__(self, tokens_BT: jax.Array, *, hidden: bool = False, key: jax.Array | None = None) -> Output:
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """Names of the children whose parameters have a leading layer axis."""
+        count = len(self.config.segments)
+        return ("blocks",) if count == 1 else tuple(f"blocks_{i}" for i in range(count))
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        hidden: bool = False,
+        key: jax.Array | None = None,
+        routes: jax.Array | None = None,
+    ) -> Output:
         """Next-token logits for `tokens_BT` (integers below the vocabulary size); see `Output`.
 
         `key`, a JAX random key, is needed where the config's precision rounds stochastically; `ReproError` without it.
+        `routes` [layers with experts, B, T, K] are experts chosen elsewhere, such as `Output.routes` of older
+        parameters (Anticipatory Routing); the gates of those experts are still of these parameters.
         """
         config = self.config
         key = key if config.dots.stochastic else None
         dtype = jnp.dtype(config.compute_dtype)
-        graphdef, layers = nnx.split(self.blocks)
-
-        def body(x_BTD: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, tuple[Stats, jax.Array | None]]:
-            x_BTD, stats = nnx.merge(graphdef, layer[0])(x_BTD, folded(key, layer[1]))
-            return x_BTD, (stats, x_BTD if hidden else None)
-
-        layers = layers, jnp.arange(1, config.layers + 1)
         embedded_BTD = stored(self.embedding_ZD[...], config.dots.policy("embedding"))[tokens_BT].astype(dtype)
-        # Quantised layers take long to compile, and gain nothing from it.
-        unroll = config.layers if config.layers <= _UNROLL_UP_TO and config.dots == Precision() else 1
-        body = jax.checkpoint(body) if config.remat else body
-        last_BTD, (stats, states_LBTD) = jax.lax.scan(body, embedded_BTD, layers, unroll=unroll)
-        final_BTD = self.final_norm(last_BTD)
+        if config.embedding_scale != 1.0:
+            embedded_BTD = embedded_BTD * jnp.asarray(config.embedding_scale, dtype)
+        if config.embedding_norm:
+            embedded_BTD = rms_norm(embedded_BTD, jnp.ones(()), config.norm_eps)
+        carry, done, records, buffers = self.ends.enter(embedded_BTD), _Done(), [], {}
+        for name, segment in zip(self.stacked, config.segments, strict=True):
+            own = None if routes is None else routes[done.routed : done.routed + _routed(segment)]
+            carry, found, next_buffers = self._scan(name, segment, done.layers, carry, tokens_BT, own, hidden, key)
+            records.append(found)
+            buffers |= {name: next_buffers} if next_buffers else {}
+            done = _Done(done.layers + len(segment[0]) * segment[1], done.routed + _routed(segment))
+        stats, states_LBTD, spread_L, routes, aux_losses = map(_joined, zip(*records, strict=True))
+        stats = dataclasses.replace(stats, residual=self.ends.statistics(carry, spread_L))
+        final_BTD = self.final_norm(self.ends.leave(carry))
         head_DZ = self.head_DZ[...]
         if config.dots.policy("head") is None:
             logits_BTZ = jnp.einsum("btd,dz->btz", final_BTD, head_DZ.astype(dtype), preferred_element_type=jnp.float32)
         else:  # float32 logits, also from bfloat16 activations
             logits_BTZ = linear(final_BTD.astype(jnp.float32), head_DZ, config, "head", folded(key, 0))
         states = jnp.concatenate([embedded_BTD[None], states_LBTD[:-1], final_BTD[None]]) if hidden else None
-        return Output(logits_BTZ, jnp.zeros((), jnp.float32), stats, states)
+        aux_loss = jnp.zeros((), jnp.float32) if aux_losses is None else aux_losses.sum()
+        return Output(logits_BTZ, aux_loss, stats, states, routes, buffers)
+
+    def _scan(
+        self, name: str, segment: Segment, first: int, carry: Any, tokens_BT: jax.Array, routes: Any, hidden: bool,
+        key: jax.Array | None,
+    ) -> tuple[Any, tuple, Any]:  # fmt: skip
+        """One segment: the carry after it, what `_joined` joins, and its next buffers."""
+        config, (unit, repeats) = self.config, segment
+        graphdef, *state = nnx.split(getattr(self, name), nnx.Param, ...)
+        routed = [i for i, kind in enumerate(unit) if kind.ffn != "dense"]
+
+        def body(carry: Any, layer: tuple[Any, jax.Array, Any]) -> tuple[Any, Any]:
+            (params, buffers), number, given = layer
+            module = nnx.merge(graphdef, params, buffers)
+            blocks = [module] if len(unit) == 1 else [getattr(module, f"block{i}") for i in range(len(unit))]
+            found, updated = [], {}
+            for i, block in enumerate(blocks):
+                own = given[routed.index(i)] if given is not None and i in routed else None
+                carry, logit_stats, record = block(carry, folded(key, number + i + 1), number + i, tokens_BT, own)
+                x_BTD = self.ends.view(carry)
+                stats = layer_stats(logit_stats, x_BTD, record)
+                found.append(
+                    (stats, x_BTD if hidden else None, self.ends.spread(carry), record.routes, record.aux_loss)
+                )
+                if record.buffers is not None:
+                    updated |= {"ffn": record.buffers} if len(unit) == 1 else {f"block{i}": {"ffn": record.buffers}}
+            return carry, (found, updated)
+
+        if routes is not None:
+            routes = routes.reshape(repeats, len(routed), *routes.shape[1:])
+        layers = tuple(state), first + len(unit) * jnp.arange(repeats), routes
+        # Quantised layers take long to compile, and gain nothing from it.
+        unroll = repeats if config.layers <= _UNROLL_UP_TO and config.dots == Precision() else 1
+        body = jax.checkpoint(body) if config.remat else body
+        carry, (found, updated) = jax.lax.scan(body, carry, layers, unroll=unroll)
+        return carry, _interleaved(found), updated
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """Layers, and layers with experts, below a segment."""
+
+    layers: int = 0
+    routed: int = 0
+
+
+def _unit(config: ModelConfig, unit: tuple, layer: jax.Array, rngs: nnx.Rngs) -> nnx.Module:
+    return Block(config, unit[0], layer, rngs=rngs) if len(unit) == 1 else Unit(config, unit, layer, rngs=rngs)
+
+
+def _routed(segment: Segment) -> int:
+    """Layers with experts in a segment."""
+    return segment[1] * sum(kind.ffn != "dense" for kind in segment[0])
+
+
+def _merged(parts: list[Any], merge: Callable[[list[jax.Array]], jax.Array]) -> Any:
+    """Trees of arrays with a leading layer axis as one; of layers that lack a part the others' parts."""
+    parts = [part for part in parts if part is not None]
+    if not parts:
+        return None
+    if isinstance(parts[0], Stats):
+        fields = [f.name for f in dataclasses.fields(Stats)]
+        return Stats(**{name: _merged([getattr(part, name) for part in parts], merge) for name in fields})
+    return jax.tree.map(lambda *leaves: merge(list(leaves)), *parts)
+
+
+def _interleaved(found: list[tuple]) -> tuple:
+    """What the blocks of a unit reported, [repeats, ...] each, in the order of the layers."""
+    merge = lambda leaves: jnp.stack(leaves, 1).reshape(-1, *leaves[0].shape[1:])
+    return tuple(_merged(list(parts), merge) for parts in zip(*found, strict=True))
+
+
+def _joined(parts: tuple) -> Any:
+    return _merged(list(parts), lambda leaves: leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves))
 
 
 def abstract(config: ModelConfig) -> Transformer:
@@ -99,19 +175,32 @@ def init_and_apply(
     """`init(key) -> params` and `apply(params, tokens_BT, **options) -> Output` (the options of a call) over plain
     nested dicts, for jit, vmap and scan.
 
-    The module lives only at trace time, so both compose with every JAX transformation.
+    `apply` takes `buffers=` too, what the model carries between steps beside its parameters (`Output.buffers`); without
+    them those of `initial_buffers`. The module lives only at trace time, so both compose with every JAX transformation.
     """
     with nnx.set_graph_mode(False):
-        graphdef, state = nnx.split(abstract(config))
+        graphdef, params_state, buffers_state = nnx.split(abstract(config), nnx.Param, ...)
 
     def init(key: jax.Array) -> dict[str, Any]:
         with nnx.set_graph_mode(False):
-            return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=key)))[1])
+            return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=key)), nnx.Param, ...)[1])
 
-    def apply(params: dict[str, Any], tokens_BT: jax.Array, **options: Any) -> Output:
+    def apply(params: dict[str, Any], tokens_BT: jax.Array, *, buffers: Any = None, **options: Any) -> Output:
+        buffers = initial_buffers(config) if buffers is None else buffers
         with nnx.set_graph_mode(False):
-            filled = jax.tree.map(lambda leaf: leaf, state)
-            nnx.replace_by_pure_dict(filled, params)
-            return nnx.merge(graphdef, filled)(tokens_BT, **options)
+            states = [jax.tree.map(lambda leaf: leaf, state) for state in (params_state, buffers_state)]
+            for state, values in zip(states, (params, buffers), strict=True):
+                nnx.replace_by_pure_dict(state, values)
+            return nnx.merge(graphdef, *states)(tokens_BT, **options)
 
     return init, apply
+
+
+def initial_buffers(config: ModelConfig) -> dict[str, Any]:
+    """What the model carries beside its parameters before the first step, in the form of `Output.buffers`: an empty dict
+    without experts."""
+    with nnx.set_graph_mode(False):
+        shapes = nnx.to_pure_dict(nnx.split(abstract(config), nnx.Param, ...)[2])
+        if not shapes:
+            return {}
+        return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=0)), nnx.Param, ...)[2])

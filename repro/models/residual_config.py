@@ -1,0 +1,69 @@
+"""How sublayers read from the residual stream and write into it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from repro.errors import ReproError
+
+Kind = Literal["pre_norm", "post_norm", "deep_norm", "gain", "hyper", "manifold", "manifold_lite", "block_attention"]
+STREAMS: tuple[str, ...] = ("hyper", "manifold", "manifold_lite")
+"""Kinds with several residual streams."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualConfig:
+    """The residual scheme; the default is x + f(norm(x)).
+
+    Kinds: `pre_norm`; `post_norm` norm(x + f(x)); `deep_norm` norm(alpha x + f(x)) with DeepNet's alpha and initial
+    gains; `gain` x + g f(norm(x)) with a learned g per sublayer, the control for the streams; `hyper`
+    Hyper-Connections; `manifold` mHC; `manifold_lite` mHC-lite; `block_attention` Block AttnRes.
+    Raises `ReproError` for values that do not fit together.
+    """
+
+    kind: Kind = "pre_norm"
+    streams: int = 4
+    """Residual streams N."""
+    alpha: float = 0.01
+    """Initial factor on the dynamic part of the coefficients (mHC, arXiv 2512.24880, table 5)."""
+    form: Literal["paper", "released"] = "paper"
+    """mHC: the paper's map, or that of the released code with its epsilons."""
+    iterations: int = 20
+    """mHC: Sinkhorn iterations."""
+    eps: float = 1e-6
+    """mHC, released form: what is added to the coefficients and to the sums."""
+    start: Literal["one_hot", "zero", "symmetric"] = "one_hot"
+    """Initial coefficients, which no paper states for mHC. one_hot: sublayer k reads stream k mod N and streams mix as
+    little as `identity` says; zero: all biases 0, so that streams mix evenly; symmetric: zero, and the dynamic part too,
+    so that equal streams stay equal for ever."""
+    identity: float = 6.0
+    """mHC, one_hot: logit of the diagonal of the mixing matrix; 6 keeps 0.993 of a stream."""
+    readout: Literal["sum", "learned", "last"] = "sum"
+    """How streams become the input of the final norm: their sum (Hyper-Connections), a learned combination
+    (DeepSeek-V4), or the reading weights of the last sublayer (V4.1)."""
+    block_layers: int = 1
+    """Block AttnRes: layers per block."""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("kind", Kind.__args__),
+            ("form", ("paper", "released")),
+            ("start", ("one_hot", "zero", "symmetric")),
+            ("readout", ("sum", "learned", "last")),
+        ):
+            if getattr(self, name) not in known:
+                raise ReproError(f"model.residual.{name} is {getattr(self, name)!r}; known are {', '.join(known)}.")
+        for name in ("streams", "iterations", "block_layers"):
+            if getattr(self, name) < 1:
+                raise ReproError(f"model.residual.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.eps < 0:
+            raise ReproError(f"model.residual.eps is {self.eps}; it must be zero or positive.")
+        if self.kind == "manifold_lite" and self.streams > 4:
+            raise ReproError(
+                f"model.residual.streams is {self.streams}; mHC-lite weighs all permutations of them, so at most 4."
+            )
+        if self.readout != "sum" and self.kind not in STREAMS:
+            raise ReproError(f"model.residual.readout {self.readout} needs a kind with streams: {', '.join(STREAMS)}.")
+        if self.readout == "last" and self.kind == "hyper":
+            raise ReproError("model.residual.readout last belongs to mHC; Hyper-Connections sum their streams.")
