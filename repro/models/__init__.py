@@ -12,11 +12,11 @@ from repro.models.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 from repro.models.output import MoEStats, Output, ResidualStats, Stats
 from repro.models.parameter import Buffer, declarations, parameter
 from repro.models.residual_config import ResidualConfig
-from repro.models.transformer import Transformer, abstract, init_and_apply, initial_buffers
+from repro.models.transformer import Transformer, abstract, by_group, init_and_apply, initial_buffers
 
 __all__ = [
     "SIZES", "Block", "Buffer", "DenseFFN", "LayerNorm", "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention",
     "MultiHeadLatentAttention", "Output", "RMSNorm", "ResidualConfig", "ResidualStats", "Size", "Stats", "Transformer",
-    "YarnConfig", "abstract", "declarations", "functional", "init_and_apply", "initial_buffers", "layer_norm",
+    "YarnConfig", "abstract", "by_group", "declarations", "functional", "init_and_apply", "initial_buffers", "layer_norm",
     "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
 ]  # fmt: skip

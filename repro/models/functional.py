@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import jax
+from repro.models.glu import clamped_swiglu, gelu, powlu, situ_glu, smooth_swiglu, swiglu
 
-
-def swiglu(g: jax.Array, u: jax.Array) -> jax.Array:
-    """g * sigmoid(g) * u, elementwise (Shazeer, arXiv 2002.05202, eq. 5)."""
-    return jax.nn.silu(g) * u
+__all__ = ["clamped_swiglu", "gelu", "powlu", "situ_glu", "smooth_swiglu", "swiglu"]

@@ -64,9 +64,14 @@ def declarations(module: nnx.Module) -> dict[str, Any]:
     """The declaration of every parameter, as a nested dict like `nnx.to_pure_dict` gives for the values.
 
     A leaf is a dict with `role inputs outputs head expert parts qk group layer`. Below a module that stacks its layers
-    (attribute `stacked` names such children) the leading axis is `layer` and the other axes move up by one.
+    (attribute `stacked` names such children) the leading axis is `layer` and the other axes move up by one. Where it has
+    several stacks of attention (attribute `groups`) each is a group.
     """
-    stacked = set(getattr(module, "stacked", ()))
+    stacked, groups = set(getattr(module, "stacked", ())), getattr(module, "groups", {})
+
+    def group_of(path: tuple) -> str:
+        names = "/".join(map(str, path))
+        return next((group for group in groups if names.startswith(f"{group}/")), "")
 
     def describe(path: tuple, variable: nnx.Variable) -> dict[str, Any]:
         declared = dict(variable.get_metadata()["declaration"])
@@ -79,6 +84,7 @@ def declarations(module: nnx.Module) -> dict[str, Any]:
             "head": moved(declared["head"]),
             "expert": moved(declared["expert"]),
             "parts": None if parts is None else (moved(parts[0]), *parts[1:]),
+            "group": declared["group"] or group_of(path),
             "layer": 0 if shift else None,
         }
 

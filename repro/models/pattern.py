@@ -45,6 +45,22 @@ def kinds(pattern: str, attention: str, layers: int, moe: MoEConfig) -> tuple[Se
     return segments
 
 
+def stack_names(segments: tuple[Segment, ...]) -> tuple[str, ...]:
+    """What the parameters of each segment are called in a `Transformer`."""
+    return ("blocks",) if len(segments) == 1 else tuple(f"blocks_{i}" for i in range(len(segments)))
+
+
+def attention_groups(segments: tuple[Segment, ...]) -> dict[str, tuple[int, ...]]:
+    """The layers of every stack of attention parameters, by the path above them; empty where there is one stack."""
+    found, first = {}, 0
+    for name, (unit, repeats) in zip(stack_names(segments), segments, strict=True):
+        for i in range(len(unit)):
+            path = name if len(unit) == 1 else f"{name}/block{i}"
+            found[path] = tuple(range(first + i, first + len(unit) * repeats, len(unit)))
+        first += len(unit) * repeats
+    return found if len(found) > 1 else {}
+
+
 def _top_level(pattern: str) -> list[str]:
     """The parts between commas outside brackets."""
     parts, depth = [""], 0

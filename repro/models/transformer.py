@@ -16,7 +16,7 @@ from repro.models.linear import folded, linear
 from repro.models.norm import block_norm, rms_norm
 from repro.models.output import Output, Stats
 from repro.models.parameter import normal, parameter
-from repro.models.pattern import Segment
+from repro.models.pattern import Segment, attention_groups, stack_names
 from repro.quant import Precision, stored
 
 _UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
@@ -45,8 +45,12 @@ class Transformer(nnx.Module):
     @property
     def stacked(self) -> tuple[str, ...]:
         """Names of the children whose parameters have a leading layer axis."""
-        count = len(self.config.segments)
-        return ("blocks",) if count == 1 else tuple(f"blocks_{i}" for i in range(count))
+        return stack_names(self.config.segments)
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """The stacks of attention parameters, where there is more than one (`attention_groups`)."""
+        return attention_groups(self.config.segments)
 
     def __call__(
         self,
@@ -161,6 +165,12 @@ def _interleaved(found: list[tuple]) -> tuple:
 
 def _joined(parts: tuple) -> Any:
     return _merged(list(parts), lambda leaves: leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves))
+
+
+def by_group(config: ModelConfig, values_LH: jax.Array) -> jax.Array | dict[str, jax.Array]:
+    """Values per layer and head as `repro.optim.qk_clip` takes them: by attention group where there are several."""
+    groups = attention_groups(config.segments)
+    return {name: values_LH[jnp.asarray(layers)] for name, layers in groups.items()} if groups else values_LH
 
 
 def abstract(config: ModelConfig) -> Transformer:

@@ -129,16 +129,21 @@ def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
 
     Raises `ReproError` naming a field that does not exist.
     """
+    return _replaced(config, settings, "")
+
+
+def _replaced(config: Any, settings: dict[str, Any], above: str) -> Any:
     own: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
         prefix, _, inner = name.partition(".")
-        nested = getattr(config, prefix, None)
-        if inner and dataclasses.is_dataclass(nested):
-            _check_field(nested, inner, f"{prefix}.")
-            own[prefix] = dataclasses.replace(own.get(prefix, nested), **{inner: value})
+        if inner and dataclasses.is_dataclass(getattr(config, prefix, None)):
+            nested.setdefault(prefix, {})[inner] = value
         else:
-            _check_field(config, name, "")
+            _check_field(config, name, above)
             own[name] = value
+    for prefix, values in nested.items():
+        own[prefix] = _replaced(own.get(prefix, getattr(config, prefix)), values, f"{above}{prefix}.")
     return dataclasses.replace(config, **own)
 
 

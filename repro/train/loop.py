@@ -56,6 +56,8 @@ class JobResult:
     final: dict[str, np.ndarray]
     params: Any
     """Parameters [lanes, ...] on the host."""
+    buffers: Any = dataclasses.field(default_factory=dict)
+    """What the model carries beside them, likewise."""
 
 
 def chunk_length(steps: int, most: int) -> int:
@@ -72,7 +74,7 @@ def steps_per_chunk(config: TrainConfig, mesh: jax.sharding.Mesh) -> int:
 
 class Compiled:
     """The compiled programs of one structure on one mesh: `init(counts, seeds)`, `chunk(steps)(counts, state, windows,
-    numbers)` and `evaluate(counts, params, windows)`, all over seats. They are compiled in `pool`, each by itself."""
+    numbers)` and `evaluate(counts, (params, buffers), windows)`, all over seats. They are compiled in `pool`, each by itself."""
 
     def __init__(self, config: TrainConfig, seats: Seats, token_type: str, pool: Executor) -> None:
         self.program = config.program_class()(config)
@@ -95,8 +97,9 @@ class Compiled:
         # Runs once, and random numbers take long to optimise: less than half the compile time, the same bits.
         quickly = {"xla_backend_optimization_level": 1}
         self._init = _shared(pool, init.lower(self._counts, seeds), seats.mesh, compiler_options=quickly)
-        evaluate = jax.jit(over(self.program.evaluate, shared=1))
-        self._evaluate = _shared(pool, evaluate.lower(self._counts, self._state.params, windows), seats.mesh)
+        evaluate = jax.jit(over(self._evaluated, shared=1))
+        model = self._state.params, self._state.buffers
+        self._evaluate = _shared(pool, evaluate.lower(self._counts, model, windows), seats.mesh)
 
     @property
     def init(self) -> Callable[..., TrainState]:
@@ -105,8 +108,12 @@ class Compiled:
 
     @property
     def evaluate(self) -> Callable[..., Metrics]:
-        """`(counts, params, windows)` to the final metrics."""
+        """`(counts, (params, buffers), windows)` to the final metrics."""
         return self._evaluate.result()
+
+    def _evaluated(self, model: tuple[Any, Any], windows_NT1: jax.Array) -> Metrics:
+        params, buffers = model
+        return self.program.evaluate(params, windows_NT1, **({"buffers": buffers} if buffers else {}))
 
     def _lowered(self, steps: int) -> jax.stages.Lowered:
         program, config = self.program, self._config
@@ -285,10 +292,10 @@ def train(
             saved_at = time.monotonic()
     while pending:
         collect()
-    final = seats.take(programs.evaluate(seats.counts, state.params, windows))
+    final = seats.take(programs.evaluate(seats.counts, (state.params, state.buffers), windows))
     if saves is not None:
         saves.close()
-    return JobResult(_joined(curves), final, seats.take(state.params))
+    return JobResult(_joined(curves), final, seats.take(state.params), seats.take(state.buffers))
 
 
 def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

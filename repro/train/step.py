@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from repro.models import Output, abstract, declarations, init_and_apply
+from repro.models import Output, Stats, abstract, by_group, declarations, init_and_apply, initial_buffers
 from repro.optim import from_declarations, qk_clip
 from repro.quant import round_to
 from repro.train.config import Numbers, TrainConfig
@@ -34,6 +34,8 @@ class TrainState:
     opt_state: Any
     step: jax.Array
     seed: jax.Array
+    buffers: Any = dataclasses.field(default_factory=dict)
+    """What the model carries beside its parameters (`repro.models.Output.buffers`); no optimizer sees it."""
 
 
 def cross_entropy(logits_BTZ: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,6 +52,32 @@ _DOTS, _WEIGHTS = 0x6E6F6973, 0x77656967
 
 def _noise(state: TrainState, purpose: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(state.seed), purpose), state.step)
+
+
+def _expert_metrics(stats: Stats) -> Metrics:
+    """What experts did, worst layer; nothing without experts."""
+    if stats.moe is None:
+        return {}
+    moe = stats.moe
+    return {
+        "max_violation": moe.max_violation.max(),
+        "least_load": moe.load.min() * moe.load.shape[-1],
+        "router_logit_max": moe.router_logit_max.max(),
+        "router_log_z": moe.router_log_z.max(),
+        "expert_hidden_max": moe.expert_hidden_max.max(),
+        "sum_rms": moe.sum_rms.max(),
+        "routed_rms": moe.routed_rms.max(),
+    }
+
+
+def _stream_metrics(stats: Stats) -> Metrics:
+    """What happened between residual streams; nothing with one."""
+    if stats.residual is None:
+        return {}
+    gains = ("forward_max", "forward_min", "backward_max", "backward_min")
+    return {f"gain_{name}": getattr(stats.residual, name) for name in gains} | {
+        "stream_spread": stats.residual.spread[-1]
+    }
 
 
 class Program:
@@ -78,32 +106,43 @@ class Program:
         if self.config.weights != "fp32":
             params = jax.tree.map(lambda w: round_to(w, "bf16"), params)
         opt_state = self.optimizer(Numbers(1.0, 0.0, jnp.inf, 0.0), 1.0).init(params)
-        return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32))
+        buffers = initial_buffers(self.config.model)
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32), buffers)
 
     def loss(
-        self, params: Any, window_BT1: jax.Array, z_loss: jax.Array, key: jax.Array | None = None
-    ) -> tuple[jax.Array, tuple[jax.Array, Output]]:
-        """The training loss; beside it the plain cross entropy and the model's output. `key` is for noise."""
-        output = self.apply(params, window_BT1[:, :-1], key=key)
+        self, params: Any, window_BT1: jax.Array, z_loss: jax.Array, key: jax.Array | None = None, **options: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Output]]:
+        """The training loss; beside it the plain cross entropy, mean (log Z)^2 and the model's output. `key` is for
+        noise, `options` are those of a call of the model."""
+        output = self.apply(params, window_BT1[:, :-1], key=key, **options)
         ce, log_z_squared = cross_entropy(output.logits, window_BT1[:, 1:])
-        return ce + z_loss * log_z_squared + output.aux_loss, (ce, output)
+        return ce + z_loss * log_z_squared + output.aux_loss, (ce, log_z_squared, output)
 
     def gradients(self, grads: Any, numbers: Numbers) -> Any:
         """What the optimizer gets of the gradients: here all of it."""
         return grads
 
+    def options(self, state: TrainState, window_BT1: jax.Array) -> dict[str, Any]:
+        """Options of the model's call in a step: here what it carries beside its parameters, if anything."""
+        return {"buffers": state.buffers} if state.buffers else {}
+
     def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
         """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
         window_BT1 = window_BT1.astype(jnp.int32)
         key = _noise(state, _DOTS) if self.config.model.dots.stochastic else None
-        grads, (ce, output) = jax.grad(self.loss, has_aux=True)(state.params, window_BT1, numbers.z_loss, key)
+        options = self.options(state, window_BT1)
+        grads, (ce, log_z_squared, output) = jax.grad(self.loss, has_aux=True)(
+            state.params, window_BT1, numbers.z_loss, key, **options
+        )
         grads = self.gradients(grads, numbers)
         tx = self.optimizer(numbers, fraction(self.config, state.step), state.seed)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         stats = output.stats
         if self.config.model.qk_norm == "none" and not self.config.model.soft_cap:
-            params = qk_clip(params, stats.max_logit, tau=numbers.tau, layouts=self.layouts)
+            params = qk_clip(
+                params, by_group(self.config.model, stats.max_logit), tau=numbers.tau, layouts=self.layouts
+            )
         metrics = {
             "loss": ce,
             "max_logit": stats.max_logit.max(),
@@ -114,15 +153,20 @@ class Program:
             "clipped_share": jnp.mean(stats.max_logit > numbers.tau),
             "activation_max": stats.activation_max.max(),
             "activation_rms": stats.activation_rms[-1],
+            "hidden_max": stats.hidden_max.max(),
+            "hidden_rms": stats.hidden_rms.max(),
+            "log_z_rms": jnp.sqrt(log_z_squared),
             "grad_norm": optax.tree.norm(grads),
             "update_norm": optax.tree.norm(updates),
             "head_logits": stats.max_logit,
+            **_expert_metrics(stats),
+            **_stream_metrics(stats),
         }
         if self.config.weights != "fp32":
             params = self._stored(params, state)
             moved = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
             metrics["retained"] = moved / metrics["update_norm"]
-        return TrainState(params, opt_state, state.step + 1, state.seed), metrics
+        return TrainState(params, opt_state, state.step + 1, state.seed, output.buffers), metrics
 
     def _stored(self, params: Any, state: TrainState) -> Any:
         """Weights as they are kept until the next step (stochastic: Gupta et al., arXiv 1502.02551, section 3.1)."""
@@ -135,10 +179,10 @@ class Program:
             tree, [round_to(w, "bf16", rounding="stochastic", key=k) for w, k in zip(leaves, keys, strict=True)]
         )
 
-    def evaluate(self, params: Any, windows_NT1: jax.Array) -> Metrics:
-        """Cross entropy and largest logit over fixed windows."""
+    def evaluate(self, params: Any, windows_NT1: jax.Array, **options: Any) -> Metrics:
+        """Cross entropy and largest logit over fixed windows. `options` holds `buffers` where the model has some."""
         # Where a forward pass has noise, the same for every run: a comparison of runs should not contain it.
-        _, (ce, output) = self.loss(params, windows_NT1.astype(jnp.int32), 0.0, jax.random.key(0))
+        _, (ce, _, output) = self.loss(params, windows_NT1.astype(jnp.int32), 0.0, jax.random.key(0), **options)
         return {"loss": ce, "eval_max_logit": output.stats.max_logit.max()}
 
     @staticmethod

@@ -157,6 +157,8 @@ def test_metrics_are_those_of_the_forward_pass_before_the_step():
             "entropy_min": stats.entropy.min(), "clipped_share": (stats.max_logit > NUMBERS.tau).mean(),
             "activation_max": stats.activation_max.max(), "activation_rms": stats.activation_rms[-1],
             "grad_norm": math.sqrt(sum((g**2).sum() for g in flat(grads).values())), "head_logits": stats.max_logit,
+            "hidden_max": stats.hidden_max.max(), "hidden_rms": stats.hidden_rms.max(),
+            "log_z_rms": math.sqrt((log_z**2).mean()),
         }  # fmt: skip
         assert set(found) == {*wanted, "update_norm"}
         for name, value in wanted.items():
@@ -205,8 +207,8 @@ def test_decay_of_a_parameter_without_gradient(config):
 def test_z_loss_adds_the_mean_squared_log_z():
     p, window = program(MUON), jnp.asarray(WINDOWS[0], jnp.int32)
     params = p.init(jnp.uint32(5)).params
-    plain, (ce, output) = p.loss(params, window, 0.0)
-    total, (ce_again, _) = p.loss(params, window, 0.5)
+    plain, (ce, _, output) = p.loss(params, window, 0.0)
+    total, (ce_again, *_) = p.loss(params, window, 0.5)
     logits = np.asarray(output.logits, np.float64)
     penalty = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
     assert float(plain) == float(ce) == float(ce_again)
