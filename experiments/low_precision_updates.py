@@ -529,8 +529,10 @@ def checks(preset: UpdatesPreset) -> list[Run]:
 
 _SHARD_POINTS = tuple((f"r{r}", float(r)) for r in SHARDS)
 FIGURES = (
-    Curve("loss", "loss", "Training loss at the usual rate", "loss (nats per byte)", point="usual", smooth=20,
-          start=20),
+    Curve("loss", "loss", "Training loss at the usual rate", "loss (nats per byte)",
+          arms=tuple(arm.name for arm in ARMS if arm.name != "int8_moments"), point="usual", smooth=20, start=20),
+    Curve("int8", "loss", "Training loss with linear 8-bit moments", "loss (nats per byte)",
+          arms=("fp32", "int8_moments"), point="usual", log=True, smooth=20, start=20),
     Curve("small", "loss", "Training loss with small gradients and no loss scale", "loss (nats per byte)",
           arms=("fp16_gradients", "bf16_gradients"), point="shrunk", smooth=20),
     Curve("low", "loss", "Training loss at the low rate", "loss (nats per byte)", arms=("fp32", "fp16_weights"),
