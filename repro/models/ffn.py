@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.config import ModelConfig
-from repro.models.glu import activate, smooth_scale
+from repro.models.glu import activate, smoothed
 from repro.models.linear import folded, linear
 from repro.models.output import FFNRecord
 from repro.models.parameter import matrix, parameter
@@ -39,6 +39,6 @@ class DenseFFN(nnx.Module):
         h_BTF = activate(config, g_BTF, apply(x_BTD, self.up_DF[...], 1))
         record, down_FD = FFNRecord(*hidden_statistics(h_BTF)), self.down_FD[...]
         if config.glu == "smooth":  # the down projection quantises smooth units and scaled rows
-            scale_F = smooth_scale(h_BTF)
-            h_BTF, down_FD = h_BTF / scale_F.astype(h_BTF.dtype), scale_F[:, None] * down_FD
+            h_BTF, scale_F = smoothed(h_BTF)
+            down_FD = scale_F[:, None] * down_FD
         return apply(h_BTF, down_FD, 2), record

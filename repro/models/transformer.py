@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,8 @@ class Transformer(nnx.Module):
         self.embedding_ZD = parameter(normal(rngs.params(), (Z, D), 1, gain=config.embedding_std), "embedding")
         first = 0
         for name, (unit, repeats) in zip(self.stacked, config.segments, strict=True):
-            make = nnx.vmap(lambda r, layer, unit=unit: _unit(config, unit, layer, r), in_axes=0, out_axes=0)
-            setattr(self, name, make(rngs.split(repeats), first + len(unit) * jnp.arange(repeats)))
+            make = nnx.vmap(functools.partial(_unit, config, unit), in_axes=0, out_axes=0)
+            setattr(self, name, make(first + len(unit) * jnp.arange(repeats), rngs.split(repeats)))
             first += len(unit) * repeats
         self.ends = ends(config, rngs=rngs)
         self.final_norm = block_norm(config)
