@@ -43,8 +43,8 @@ class YarnConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.factor < math.inf or self.original < 1:
             raise ReproError(f"model.yarn needs a factor of at least 1 and an original length, not {self.factor:g}.")
-        if not 0 < self.beta_slow < self.beta_fast:
-            raise ReproError("model.yarn.beta_slow must be positive and below model.yarn.beta_fast.")
+        if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 has 1 for both: a step between two neighbouring pairs
+            raise ReproError("model.yarn.beta_slow must be positive and no larger than model.yarn.beta_fast.")
         if self.mscale < 0 or self.mscale_all_dim < 0:
             raise ReproError("model.yarn.mscale and mscale_all_dim must be zero or positive.")
 
@@ -98,6 +98,9 @@ class ModelConfig:
     """mla: components R that RoPE turns, even; their key is one for all heads."""
     value_size: int = 0
     """mla: size V of a value head."""
+    latent_norm_eps: float = 0.0
+    """mla: epsilon of the norms on the latents; 0 is `norm_eps`. The released DeepSeek and Kimi code has 1e-6 there whatever
+    the other norms have."""
     rope_interleaved: bool = False
     """RoPE turns neighbours (2i, 2i + 1) in place of the pairs (i, i + size / 2)."""
     position: Literal["rope", "none"] = "rope"
@@ -133,6 +136,9 @@ class ModelConfig:
 
     remat: bool = False
     """Recompute each block in the backward pass instead of keeping its activations: less memory, a third more time."""
+    remat_policy: Literal["nothing", "dots", "unbatched_dots"] = "nothing"
+    """With `remat`, what is kept all the same: nothing, the results of matrix products, or those of products without a
+    batch axis (of the weights, not of attention)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "ffn"):
@@ -146,6 +152,8 @@ class ModelConfig:
         self._check_multi_head() if self.attention == "mha" else self._check_latent()
         if not 0 <= self.soft_cap < math.inf:
             raise ReproError(f"model.soft_cap is {self.soft_cap}; it must be positive, or 0 for no cap.")
+        if not 0 <= self.latent_norm_eps < math.inf:
+            raise ReproError(f"model.latent_norm_eps is {self.latent_norm_eps}; it must be positive, or 0 for norm_eps.")
         for name in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ReproError(f"model.{name} is {getattr(self, name)}; it must be positive.")
@@ -155,6 +163,7 @@ class ModelConfig:
             ("position", ("rope", "none")),
             ("init", ("fan_in", "xavier", "small")),
             ("norm", ("rms", "layer")),
+                            ("remat_policy", ("nothing", "dots", "unbatched_dots")),
         ):
             if getattr(self, name) not in known:
                 choices = f"{', '.join(known[:-1])} or {known[-1]}"
@@ -172,6 +181,8 @@ class ModelConfig:
         _ = self.segments  # a pattern that does not fit is refused here
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ReproError(f"model.compute_dtype is {self.compute_dtype!r}; it must be float32 or bfloat16.")
+        if self.remat_policy != "nothing" and not self.remat:
+            raise ReproError(f"model.remat_policy {self.remat_policy} says what model.remat keeps; set model.remat too.")
         precision_of(self.precision)
 
     def _check_multi_head(self) -> None:

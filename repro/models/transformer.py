@@ -16,10 +16,16 @@ from repro.models.config import ModelConfig
 from repro.models.linear import folded, linear
 from repro.models.norm import block_norm, rms_norm
 from repro.models.output import Output, Stats
-from repro.models.parameter import normal, parameter
+from repro.models.parameter import declarations, normal, parameter
 from repro.models.pattern import Segment, attention_groups, stack_names
+from repro.models.sigma_reparam import initial_vectors
 from repro.quant import Precision, stored
 
+_KEPT = {
+    "nothing": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "unbatched_dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 _UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
 
 
@@ -117,7 +123,7 @@ class Transformer(nnx.Module):
                     (stats, x_BTD if hidden else None, self.ends.spread(carry), record.routes, record.aux_loss)
                 )
                 if record.buffers is not None:
-                    updated |= {"ffn": record.buffers} if len(unit) == 1 else {f"block{i}": {"ffn": record.buffers}}
+                    updated |= record.buffers if len(unit) == 1 else {f"block{i}": record.buffers}
             return carry, (found, updated)
 
         if routes is not None:
@@ -125,7 +131,7 @@ class Transformer(nnx.Module):
         layers = tuple(state), first + len(unit) * jnp.arange(repeats), routes
         # Quantised layers take long to compile, and gain nothing from it.
         unroll = repeats if config.layers <= _UNROLL_UP_TO and config.dots == Precision() else 1
-        body = jax.checkpoint(body) if config.remat else body
+        body = jax.checkpoint(body, policy=_KEPT[config.remat_policy]) if config.remat else body
         carry, (found, updated) = jax.lax.scan(body, carry, layers, unroll=unroll)
         return carry, _interleaved(found), updated
 
