@@ -44,7 +44,7 @@ def test_every_size_is_a_valid_config_that_keeps_the_switches(name):
         {"heads": 3},
         {"heads": 64},  # head size 1: no pairs for RoPE
         {"width": 36, "heads": 4},  # head size 9
-        {"qk_norm": "l2"},
+        {"qk_norm": "batch"},
         {"soft_cap": -1.0},
         {"soft_cap": math.inf},
         {"soft_cap": math.nan},
@@ -59,6 +59,9 @@ def test_every_size_is_a_valid_config_that_keeps_the_switches(name):
         {"kv_heads": 3},
         {"kv_heads": -2},
         {"head_dim": 5},
+        {"glu": "geglu"},
+        *({name: value} for name in ("glu_limit", "situ_gate", "situ_up") for value in (0.0, -1.0, math.inf, math.nan)),
+        *({"powlu_m": value} for value in (0.0, 10.0, math.nan)),
         *({name: 8} for name in ("q_rank", "kv_rank", "nope_size", "rope_size", "value_size")),
     ],
     ids=str,
@@ -80,7 +83,6 @@ MLA = dict(attention="mla", q_rank=24, kv_rank=16, nope_size=16, rope_size=8, va
         {"kv_rank": 65},
         {"kv_heads": 2},
         {"head_dim": 16},
-        {"qk_norm": "rms"},
     ],
     ids=str,
 )

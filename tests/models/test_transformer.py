@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from repro.models import Block, ModelConfig, MultiHeadLatentAttention, Transformer, init_and_apply
+from repro.models.block import layer_stats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -204,9 +205,9 @@ def layer_by_layer(config, params, tokens, *, order=None, scale=1.0):
     hidden, stats = [x], []
     for i in order or range(config.layers):
         nnx.replace_by_pure_dict(state, jax.tree.map(lambda w, i=i: w[i], params["blocks"]))
-        x, s = nnx.merge(graphdef, state)(x)
+        x, logit_stats, record = nnx.merge(graphdef, state)(x)
         hidden.append(x)
-        stats.append(s)
+        stats.append(layer_stats(logit_stats, x, record))
     final = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + config.norm_eps) * params["final_norm"]["gain"]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *stats)
     return final @ params["head_DZ"], jnp.stack([*hidden[:-1], final]), stacked
@@ -236,10 +237,12 @@ def test_a_block_adds_attention_and_then_the_ffn():
     block = nnx.merge(graphdef, state)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, CONFIG.width)), jnp.float32)
     middle = x + jax.jit(lambda v: block.attention(block.attention_norm(v))[0])(x)
-    ffn, norm = jax.jit(lambda v: block.ffn(v)), block.ffn_norm
-    got, stats = jax.jit(lambda v: block(v))(x)
+    ffn, norm = jax.jit(lambda v: block.ffn(v)[0]), block.ffn_norm
+    got, logit_stats, record = jax.jit(lambda v: block(v))(x)
     close(got, middle + ffn(norm(middle)))
+    stats = layer_stats(logit_stats, got, record)
     close((stats.activation_max, stats.activation_rms), (jnp.abs(got).max(), jnp.sqrt(jnp.mean(got**2))))
+    assert stats.hidden_max == record.hidden_max and stats.hidden_rms == record.hidden_rms
     for wrong in [middle + ffn(norm(x)), middle + ffn(middle), middle]:
         with pytest.raises(AssertionError):
             close(got, wrong)
