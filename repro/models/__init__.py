@@ -1,7 +1,8 @@
 """Flax NNX modules whose code reads like the papers; see README.md."""
 
 from repro.models import functional
-from repro.models.attention import MultiHeadAttention, rope, soft_cap
+from repro.models.attention import MultiHeadAttention
+from repro.models.attention_residual import BlockAttnRes
 from repro.models.block import Block
 from repro.models.config import SIZES, ModelConfig, Size, YarnConfig
 from repro.models.ffn import DenseFFN
@@ -12,11 +13,15 @@ from repro.models.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 from repro.models.output import MoEStats, Output, ResidualStats, Stats
 from repro.models.parameter import Buffer, declarations, parameter
 from repro.models.residual_config import ResidualConfig
+from repro.models.rope import rope
+from repro.models.softmax import soft_cap
+from repro.models.stream_links import HyperConnections, ManifoldHyperConnections
 from repro.models.transformer import Transformer, abstract, by_group, init_and_apply, initial_buffers
 
 __all__ = [
-    "SIZES", "Block", "Buffer", "DenseFFN", "LayerNorm", "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention",
-    "MultiHeadLatentAttention", "Output", "RMSNorm", "ResidualConfig", "ResidualStats", "Size", "Stats", "Transformer",
-    "YarnConfig", "abstract", "by_group", "declarations", "functional", "init_and_apply", "initial_buffers", "layer_norm",
-    "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
+    "Block", "BlockAttnRes", "Buffer", "DenseFFN", "HyperConnections", "LayerNorm", "ManifoldHyperConnections",
+    "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention", "MultiHeadLatentAttention", "Output", "RMSNorm",
+    "ResidualConfig", "ResidualStats", "SIZES", "Size", "Stats", "Transformer", "YarnConfig", "abstract", "by_group",
+    "declarations", "functional", "init_and_apply", "initial_buffers", "layer_norm", "parameter", "rms_norm", "rope",
+    "soft_cap", "swiglu",
 ]  # fmt: skip

@@ -1,90 +1,78 @@
-"""Causal multi-head and grouped-query attention with RoPE, and what every kind of attention does with its logits."""
+"""What all kinds of attention share, and multi-head attention with or without grouped queries."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from repro.models.config import ModelConfig
 from repro.models.linear import folded, linear
-from repro.models.norm import layer_norm, rms_norm
 from repro.models.parameter import matrix, parameter
+from repro.models.qk_norm import QKNorm
+from repro.models.rope import rope, yarn_logits
+from repro.models.softmax import attend
 
-_NORMS = {"rms": rms_norm, "layer": layer_norm}
-# Finite, so that a row's gradient stays defined, and below every logit, also those of a run that diverges.
-_MASKED = float(np.finfo(np.float32).min)
 
+class Attention(QKNorm, nnx.Module):
+    """What all kinds of attention share: positions, the scale of the logits, the mix, the output gate and projection.
 
-def rope(x_BTHK: jax.Array, theta: float, *, interleaved: bool = False) -> jax.Array:
-    """Rotary position embedding (Su et al., arXiv 2104.09864, section 3.2).
-
-    Pair i turns by the angle t * theta^(-2i/K) at position t. It couples the components i and i + K/2, or 2i and 2i + 1
-    where `interleaved`.
+    A subclass makes its projections and `o_HVD`, then calls `add_rest`.
     """
-    T, K = x_BTHK.shape[1], x_BTHK.shape[-1]
-    angle = np.arange(T)[:, None] * theta ** (-np.arange(K // 2) / (K // 2))
-    cos_T1K, sin_T1K = (jnp.asarray(f(angle)[:, None, :], jnp.float32) for f in (np.cos, np.sin))
-    x32 = x_BTHK.astype(jnp.float32)
-    a, b = (x32[..., ::2], x32[..., 1::2]) if interleaved else jnp.split(x32, 2, -1)
-    turned = a * cos_T1K - b * sin_T1K, b * cos_T1K + a * sin_T1K
-    y = jnp.stack(turned, -1).reshape(x_BTHK.shape) if interleaved else jnp.concatenate(turned, -1)
-    return y.astype(x_BTHK.dtype)
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def add_rest(self, value_size: int, *, rngs: nnx.Rngs) -> None:
+        """The parameters of what the config asks for besides: those of `QKNorm`, `gate_DHV` (Kimi K3, section on gated
+        latent attention), and the sink's logits `sink_H`, 0 at first."""
+        config = self.config
+        self.add_qk_norm()
+        if config.output_gate:
+            self.gate_DHV = parameter(
+                matrix(config, rngs.params(), (config.width, config.heads, value_size)),
+                "matrix", inputs=(0,), outputs=(1, 2), head=1,
+            )  # fmt: skip
+        if config.attention_sink:
+            self.sink_H = parameter(jnp.zeros(config.heads, jnp.float32), "bias", head=0)
+
+    def turned(self, x_BTHR: jax.Array) -> jax.Array:
+        """Queries or keys with their positions."""
+        config = self.config
+        if config.position == "none":
+            return x_BTHR
+        return rope(x_BTHR, config.rope_theta, interleaved=config.rope_interleaved, yarn=config.yarn)
+
+    def logit_factor(self) -> float | jax.Array:
+        """What multiplies q.k."""
+        own = self.logit_scale[...] if self.config.qk_norm == "l2" else self.config.head_size**-0.5
+        return own * yarn_logits(self.config.yarn)
+
+    def output(
+        self, x_BTD: jax.Array, raw_BHTS: jax.Array, v_BSHV: jax.Array, key: jax.Array | None, use: int
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The output [B, T, D] and the statistics of `logit_statistics` [H], from the scaled logits and the values.
+        `use` is the number of the output projection among the uses of `key`, and the next one that of the gate."""
+        config = self.config
+        sink_H = self.sink_H[...] if config.attention_sink else None
+        mixed_BTHV, statistics = attend(raw_BHTS, v_BSHV, config.soft_cap, sink_H)
+        if config.output_gate:
+            gate_BTHV = linear(x_BTD, self.gate_DHV[...], config, "attention", folded(key, use + 1))
+            mixed_BTHV = mixed_BTHV * jax.nn.sigmoid(gate_BTHV.astype(jnp.float32)).astype(mixed_BTHV.dtype)
+        return linear(mixed_BTHV, self.o_HVD[...], config, "attention", folded(key, use), inputs=2), statistics
 
 
-def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(logits / cap); its slope at z is 1 - tanh(z / cap)^2 (Gemma 2, arXiv 2408.00118, section 2)."""
-    return cap * jnp.tanh(logits / cap)
-
-
-def logit_statistics(raw_BHTS: jax.Array, seen_BHTS: jax.Array, mask_TS: np.ndarray) -> dict[str, jax.Array]:
-    """Per-head statistics `[H]` of attention logits over unmasked positions (fields of `Stats`).
-
-    `raw_BHTS` are the scaled products q.k, `seen_BHTS` what the softmax sees (after a soft-cap, if any).
-    """
-    raw, seen = jax.lax.stop_gradient((raw_BHTS, seen_BHTS))
-    top_BHT1 = jnp.max(jnp.where(mask_TS, seen, _MASKED), -1, keepdims=True)
-    weight = jnp.where(mask_TS, jnp.exp(seen - top_BHT1), 0.0)
-    total_BHT = weight.sum(-1)
-    # H = log Z - E[z], with both taken relative to the row's maximum.
-    mean_BHT = jnp.where(mask_TS, weight * (seen - top_BHT1), 0.0).sum(-1) / total_BHT
-    max_abs = jnp.where(mask_TS, jnp.abs(raw), 0.0).max((0, 2, 3))
-    capped = max_abs if seen_BHTS is raw_BHTS else jnp.where(mask_TS, jnp.abs(seen), 0.0).max((0, 2, 3))
-    return {
-        "max_logit": jnp.where(mask_TS, raw, -jnp.inf).max((0, 2, 3)),
-        "max_abs_logit": max_abs,
-        "max_capped_logit": capped,
-        "entropy": (jnp.log(total_BHT) - mean_BHT).mean((0, 2)),
-    }
-
-
-def attend(raw_BHTS: jax.Array, v_BSHV: jax.Array, cap: float) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Values mixed by the causal softmax of float32 logits, [B, T, H, V], and the statistics of those logits [H].
-
-    `cap` is that of a soft-cap, 0 for none.
-    """
-    seen_BHTS = soft_cap(raw_BHTS, cap) if cap else raw_BHTS
-    mask_TS = np.tril(np.ones(raw_BHTS.shape[-2:], bool))
-    weights_BHTS = jax.nn.softmax(jnp.where(mask_TS, seen_BHTS, _MASKED), -1).astype(v_BSHV.dtype)
-    with jax.named_scope("mix"):
-        mixed_BTHV = jnp.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
-    return mixed_BTHV, logit_statistics(raw_BHTS, seen_BHTS, mask_TS)
-
-
-class MultiHeadAttention(nnx.Module):
+class MultiHeadAttention(Attention):
     """softmax(q.k / sqrt(K)) v over earlier positions, heads as an axis.
 
     With fewer `kv_heads` than heads, consecutive query heads share a key and a value head, and the head axis of `k_DHK`
-    and `v_DHV` is the shorter one (grouped queries: Ainslie et al., arXiv 2305.13245, section 2.2).
-
-    With `qk_norm` queries and keys are normalised over the head axis K before RoPE, one gain vector shared by all
-    heads (Dehghani et al., arXiv 2302.05442, section 2; Wortsman et al., arXiv 2309.14322, section 2.2).
+    and `v_DHV` is the shorter one (grouped queries: Ainslie et al., arXiv 2305.13245, section 2.2). A norm of queries
+    and keys is that of `QKNorm`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config)
         D, H, G, K = config.width, config.heads, config.key_heads, config.head_size
-        self.config = config
         q, k = ("q", "k") if G == H else ("q_shared", "k_shared")
         into_heads = dict(role="matrix", inputs=(0,), outputs=(1, 2), head=1)
         self.q_DHK = parameter(matrix(config, rngs.params(), (D, H, K)), qk=q, **into_heads)
@@ -94,9 +82,7 @@ class MultiHeadAttention(nnx.Module):
             matrix(config, rngs.params(), (H, K, D), 2, writer=True, branch=True),
             "matrix", inputs=(0, 1), outputs=(2,), head=0,
         )  # fmt: skip
-        if config.qk_norm != "none":
-            self.q_gain_K = parameter(jnp.ones(K, jnp.float32), "norm", qk="q")
-            self.k_gain_K = parameter(jnp.ones(K, jnp.float32), "norm", qk="k")
+        self.add_rest(K, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]. `key` is for policies
@@ -107,15 +93,10 @@ class MultiHeadAttention(nnx.Module):
                 linear(x_BTD, w[...], config, "attention", folded(key, i))
                 for i, w in enumerate((self.q_DHK, self.k_DHK, self.v_DHV))
             )
-        if config.qk_norm != "none":
-            norm = _NORMS[config.qk_norm]
-            q_BTHK = norm(q_BTHK, self.q_gain_K[...], config.norm_eps)
-            k_BSHK = norm(k_BSHK, self.k_gain_K[...], config.norm_eps)
-        q_BTHK, k_BSHK = (rope(x, config.rope_theta, interleaved=config.rope_interleaved) for x in (q_BTHK, k_BSHK))
+        q_BTHK, k_BSHK = (self.turned(self.normed(side, x)) for side, x in (("q", q_BTHK), ("k", k_BSHK)))
         if config.key_heads < config.heads:
             k_BSHK, v_BSHV = (jnp.repeat(x, config.heads // config.key_heads, 2) for x in (k_BSHK, v_BSHV))
         with jax.named_scope("logits"):
             raw_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-            raw_BHTS = raw_BHTS * config.head_size**-0.5
-        mixed_BTHV, statistics = attend(raw_BHTS, v_BSHV, config.soft_cap)
-        return linear(mixed_BTHV, self.o_HVD[...], config, "attention", folded(key, 3), inputs=2), statistics
+            raw_BHTS = raw_BHTS * self.logit_factor()
+        return self.output(x_BTD, raw_BHTS, v_BSHV, key, 3)

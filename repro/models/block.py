@@ -18,6 +18,7 @@ from repro.models.norm import block_norm
 from repro.models.output import FFNRecord, Stats
 from repro.models.pattern import Kind
 from repro.models.residual import Ends, GainLink, Link, PostNormLink
+from repro.models.sigma_reparam import SigmaReparam
 
 _ATTENTION = {"mha": MultiHeadAttention, "mla": MultiHeadLatentAttention}
 _LINKS: dict[str, tuple[type[Link], type[Ends]]] = {
@@ -51,6 +52,8 @@ class Block(nnx.Module):
         self.ffn = DenseFFN(config, rngs=rngs)
         self.attention_link = link(config, 2 * layer, rngs=rngs)
         self.ffn_link = link(config, 2 * layer + 1, rngs=rngs)
+        if config.sigma_reparam:
+            self.sigma = SigmaReparam({"attention": self.attention, "ffn": self.ffn})
 
     def __call__(
         self,
@@ -61,13 +64,18 @@ class Block(nnx.Module):
         routes_BTK: jax.Array | None = None,
     ) -> tuple[Any, dict[str, jax.Array], FFNRecord]:
         """The carry after the layer, the statistics of its attention logits [H], and the record of the feed-forward
-        block. `tokens_BT` are for hash routing, `routes_BTK` replace the experts that a router would choose."""
+        block. `tokens_BT` are for hash routing, `routes_BTK` replace the experts that a router would choose. The
+        record's `buffers` are those of the whole layer, by child."""
+        modules, buffers = {"attention": self.attention, "ffn": self.ffn}, {}
+        if hasattr(self, "sigma"):
+            modules, buffers["sigma"] = self.sigma(modules)
         experts = {} if isinstance(self.ffn, DenseFFN) else {"tokens_BT": tokens_BT, "routes_BTK": routes_BTK}
-        attend = lambda x_BTD: self.attention(x_BTD, folded(key, 0))
-        feed = lambda x_BTD: self.ffn(x_BTD, folded(key, 1), **experts)
+        attend = lambda x_BTD: modules["attention"](x_BTD, folded(key, 0))
+        feed = lambda x_BTD: modules["ffn"](x_BTD, folded(key, 1), **experts)
         carry, logit_stats = self.attention_link(carry, self.attention_norm, attend, jnp.asarray(2 * layer))
         carry, record = self.ffn_link(carry, self.ffn_norm, feed, jnp.asarray(2 * layer + 1))
-        return carry, logit_stats, record
+        buffers |= {"ffn": record.buffers} if record.buffers else {}
+        return carry, logit_stats, dataclasses.replace(record, buffers=buffers or None)
 
 
 class Unit(nnx.Module):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from repro.errors import ReproError
 from repro.models.block import Block, Unit, ends, layer_stats
 from repro.models.config import ModelConfig
 from repro.models.linear import folded, linear
@@ -18,7 +19,7 @@ from repro.models.norm import block_norm, rms_norm
 from repro.models.output import Output, Stats
 from repro.models.parameter import declarations, normal, parameter
 from repro.models.pattern import Segment, attention_groups, stack_names
-from repro.models.sigma_reparam import initial_vectors
+from repro.models.sigma_reparam import with_initial_vectors
 from repro.quant import Precision, stored
 
 _KEPT = {
@@ -203,7 +204,7 @@ def init_and_apply(
             return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=key)), nnx.Param, ...)[1])
 
     def apply(params: dict[str, Any], tokens_BT: jax.Array, *, buffers: Any = None, **options: Any) -> Output:
-        buffers = initial_buffers(config) if buffers is None else buffers
+        buffers = initial_buffers(config, params) if buffers is None else buffers
         with nnx.set_graph_mode(False):
             states = [jax.tree.map(lambda leaf: leaf, state) for state in (params_state, buffers_state)]
             for state, values in zip(states, (params, buffers), strict=True):
@@ -213,11 +214,15 @@ def init_and_apply(
     return init, apply
 
 
-def initial_buffers(config: ModelConfig) -> dict[str, Any]:
+def initial_buffers(config: ModelConfig, params: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the model carries beside its parameters before the first step, in the form of `Output.buffers`: an empty dict
-    without experts."""
+    without experts and sigma-reparametrisation. The latter needs `params`, and raises `ReproError` without them."""
     with nnx.set_graph_mode(False):
-        shapes = nnx.to_pure_dict(nnx.split(abstract(config), nnx.Param, ...)[2])
+        module = abstract(config)
+        shapes = nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
         if not shapes:
             return {}
-        return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=0)), nnx.Param, ...)[2])
+        if config.sigma_reparam and params is None:
+            raise ReproError("initial_buffers of a model with sigma_reparam needs its parameters.")
+        buffers = nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=0)), nnx.Param, ...)[2])
+        return with_initial_vectors(buffers, params, declarations(module)) if config.sigma_reparam else buffers

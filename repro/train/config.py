@@ -79,11 +79,16 @@ class TrainConfig:
             raise ReproError(f"train.weights is {self.weights!r}; it must be fp32, bf16 or bf16_stochastic.")
         if not self.tau > 0:
             raise ReproError(f"train.tau is {self.tau}; it must be positive, or inf for no clip.")
-        if math.isfinite(self.tau) and (self.model.qk_norm != "none" or self.model.soft_cap):
+        if math.isfinite(self.tau) and not self.clips:
             raise ReproError(
-                "train.tau asks for QK-Clip beside QK norm or a soft-cap, which would undo or hide what it does; "
-                "set tau to inf, or qk_norm to none and soft_cap to 0."
+                "train.tau asks for QK-Clip beside QK norm, sigma-reparametrisation or a soft-cap, which would undo or "
+                "hide what it does; set tau to inf, or qk_norm to none, sigma_reparam to false and soft_cap to 0."
             )
+
+    @property
+    def clips(self) -> bool:
+        """Whether QK-Clip can act: no norm (of queries and keys, or of weights) undoes it, and no soft-cap hides it."""
+        return self.model.qk_norm == "none" and not self.model.sigma_reparam and not self.model.soft_cap
 
     def numbers(self) -> Any:
         return self.numbers_type()(*(getattr(self, name) for name in self.numeric))

@@ -106,7 +106,7 @@ class Program:
         if self.config.weights != "fp32":
             params = jax.tree.map(lambda w: round_to(w, "bf16"), params)
         opt_state = self.optimizer(Numbers(1.0, 0.0, jnp.inf, 0.0), 1.0).init(params)
-        buffers = initial_buffers(self.config.model)
+        buffers = initial_buffers(self.config.model, params)
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32), buffers)
 
     def loss(
@@ -139,7 +139,7 @@ class Program:
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         stats = output.stats
-        if self.config.model.qk_norm == "none" and not self.config.model.soft_cap:
+        if self.config.clips:
             params = qk_clip(
                 params, by_group(self.config.model, stats.max_logit), tau=numbers.tau, layouts=self.layouts
             )

@@ -1,0 +1,64 @@
+"""What every kind of attention does with its logits: soft-cap, causal softmax, sink, statistics."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Finite, so that a row's gradient stays defined, and below every logit, also those of a run that diverges.
+_MASKED = float(np.finfo(np.float32).min)
+
+
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(logits / cap); its slope at z is 1 - tanh(z / cap)^2 (Gemma 2, arXiv 2408.00118, section 2)."""
+    return cap * jnp.tanh(logits / cap)
+
+
+def causal_softmax(logits_BHTS: jax.Array, mask_TS: np.ndarray, sink_H: jax.Array | None = None) -> jax.Array:
+    """exp(z) over its sum along the unmasked keys. A sink adds exp(sink) of its head to the sum, so that weights sum to
+    less than 1 (DeepSeek-V4, section 4.2.1; gpt-oss)."""
+    masked_BHTS = jnp.where(mask_TS, logits_BHTS, _MASKED)
+    if sink_H is None:
+        return jax.nn.softmax(masked_BHTS, -1)
+    sink_H11 = sink_H.astype(jnp.float32)[:, None, None]
+    top_BHT1 = jax.lax.stop_gradient(jnp.maximum(masked_BHTS.max(-1, keepdims=True), sink_H11))
+    weight_BHTS = jnp.exp(masked_BHTS - top_BHT1)
+    return weight_BHTS / (weight_BHTS.sum(-1, keepdims=True) + jnp.exp(sink_H11 - top_BHT1))
+
+
+def logit_statistics(raw_BHTS: jax.Array, seen_BHTS: jax.Array, mask_TS: np.ndarray) -> dict[str, jax.Array]:
+    """Per-head statistics `[H]` of attention logits over unmasked positions (fields of `Stats`).
+
+    `raw_BHTS` are the scaled products q.k, `seen_BHTS` what the softmax sees (after a soft-cap, if any). The entropy is
+    that of the weights among positions: what a sink takes is left out, and the others sum to 1 again.
+    """
+    raw, seen = jax.lax.stop_gradient((raw_BHTS, seen_BHTS))
+    top_BHT1 = jnp.max(jnp.where(mask_TS, seen, _MASKED), -1, keepdims=True)
+    weight = jnp.where(mask_TS, jnp.exp(seen - top_BHT1), 0.0)
+    total_BHT = weight.sum(-1)
+    # H = log Z - E[z], with both taken relative to the row's maximum.
+    mean_BHT = jnp.where(mask_TS, weight * (seen - top_BHT1), 0.0).sum(-1) / total_BHT
+    max_abs = jnp.where(mask_TS, jnp.abs(raw), 0.0).max((0, 2, 3))
+    capped = max_abs if seen_BHTS is raw_BHTS else jnp.where(mask_TS, jnp.abs(seen), 0.0).max((0, 2, 3))
+    return {
+        "max_logit": jnp.where(mask_TS, raw, -jnp.inf).max((0, 2, 3)),
+        "max_abs_logit": max_abs,
+        "max_capped_logit": capped,
+        "entropy": (jnp.log(total_BHT) - mean_BHT).mean((0, 2)),
+    }
+
+
+def attend(
+    raw_BHTS: jax.Array, v_BSHV: jax.Array, cap: float, sink_H: jax.Array | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Values mixed by the causal softmax of float32 logits, [B, T, H, V], and the statistics of those logits [H].
+
+    `cap` is that of a soft-cap, 0 for none; `sink_H` are the logits of the sinks, which are not capped.
+    """
+    seen_BHTS = soft_cap(raw_BHTS, cap) if cap else raw_BHTS
+    mask_TS = np.tril(np.ones(raw_BHTS.shape[-2:], bool))
+    weights_BHTS = causal_softmax(seen_BHTS, mask_TS, sink_H).astype(v_BSHV.dtype)
+    with jax.named_scope("mix"):
+        mixed_BTHV = jnp.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
+    return mixed_BTHV, logit_statistics(raw_BHTS, seen_BHTS, mask_TS)
