@@ -287,5 +287,7 @@ SIZES: Mapping[str, Size] = MappingProxyType(
         "m": Size(layers=6, width=256, heads=8, ffn=688, length=256, batch_size=16),
         "deep": Size(layers=24, width=32, heads=4, ffn=86, length=32, batch_size=8),
         "gpt2": Size(layers=12, width=768, heads=12, ffn=2048, length=512, batch_size=64),
+        # About 350M parameters with a vocabulary of 32k.
+        "medium": Size(layers=24, width=1024, heads=16, ffn=2816, length=1024, batch_size=16),
     }
 )
