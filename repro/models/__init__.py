@@ -8,6 +8,7 @@ from repro.models.config import SIZES, ModelConfig, Size, YarnConfig
 from repro.models.ffn import DenseFFN
 from repro.models.functional import swiglu
 from repro.models.latent_attention import MultiHeadLatentAttention
+from repro.models.moe import LatentMoE, MoE
 from repro.models.moe_config import MoEConfig
 from repro.models.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 from repro.models.output import MoEStats, Output, ResidualStats, Stats
@@ -19,9 +20,9 @@ from repro.models.stream_links import HyperConnections, ManifoldHyperConnections
 from repro.models.transformer import Transformer, abstract, by_group, init_and_apply, initial_buffers
 
 __all__ = [
-    "Block", "BlockAttnRes", "Buffer", "DenseFFN", "HyperConnections", "LayerNorm", "ManifoldHyperConnections",
-    "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention", "MultiHeadLatentAttention", "Output", "RMSNorm",
-    "ResidualConfig", "ResidualStats", "SIZES", "Size", "Stats", "Transformer", "YarnConfig", "abstract", "by_group",
-    "declarations", "functional", "init_and_apply", "initial_buffers", "layer_norm", "parameter", "rms_norm", "rope",
-    "soft_cap", "swiglu",
+    "SIZES", "Block", "BlockAttnRes", "Buffer", "DenseFFN", "HyperConnections", "LatentMoE", "LayerNorm",
+    "ManifoldHyperConnections", "MoE", "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention",
+    "MultiHeadLatentAttention", "Output", "RMSNorm", "ResidualConfig", "ResidualStats", "Size", "Stats",
+    "Transformer", "YarnConfig", "abstract", "by_group", "declarations", "functional", "init_and_apply",
+    "initial_buffers", "layer_norm", "parameter", "rms_norm", "rope", "soft_cap", "swiglu",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from repro.models.config import ModelConfig
 from repro.models.ffn import DenseFFN
 from repro.models.latent_attention import MultiHeadLatentAttention
 from repro.models.linear import folded
+from repro.models.moe import feed_forward
 from repro.models.norm import block_norm
 from repro.models.output import FFNRecord, Stats
 from repro.models.pattern import Kind
@@ -49,7 +50,7 @@ class Block(nnx.Module):
         self.attention_norm = block_norm(config)
         self.attention = _ATTENTION[kind.attention](config, rngs=rngs)
         self.ffn_norm = block_norm(config)
-        self.ffn = DenseFFN(config, rngs=rngs)
+        self.ffn = feed_forward(config, kind.ffn, layer, rngs=rngs)
         self.attention_link = link(config, 2 * layer, rngs=rngs)
         self.ffn_link = link(config, 2 * layer + 1, rngs=rngs)
         if config.sigma_reparam:

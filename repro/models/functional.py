@@ -3,5 +3,24 @@
 from __future__ import annotations
 
 from repro.models.glu import clamped_swiglu, gelu, powlu, situ_glu, smooth_swiglu, swiglu
+from repro.models.routing import (
+    AFFINITIES,
+    affinity,
+    gates,
+    hash_table,
+    histogram_bias,
+    loads,
+    margin_histogram,
+    quantile_bias,
+    router_z_loss,
+    select,
+    sequence_balance_loss,
+    sign_update,
+    top_k_gates,
+)
 
-__all__ = ["clamped_swiglu", "gelu", "powlu", "situ_glu", "smooth_swiglu", "swiglu"]
+__all__ = [
+    "AFFINITIES", "affinity", "clamped_swiglu", "gates", "gelu", "hash_table", "histogram_bias", "loads",
+    "margin_histogram", "powlu", "quantile_bias", "router_z_loss", "select", "sequence_balance_loss",
+    "sign_update", "situ_glu", "smooth_swiglu", "swiglu", "top_k_gates",
+]  # fmt: skip

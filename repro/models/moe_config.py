@@ -101,3 +101,16 @@ class MoEConfig:
                 f"model.moe.balance {self.balance} needs an expert that is not chosen; set fewer active ones than "
                 f"{self.experts}."
             )
+        if self.balance in ("quantile", "histogram") and self.kept_groups < self.groups:
+            raise ReproError(
+                f"model.moe.balance {self.balance} weighs every expert for every token; with groups it is not defined."
+            )
+        if self.balance == "histogram" and self.affinity == "sqrt_softplus":
+            raise ReproError(
+                "model.moe.balance histogram has bins for scores between 0 and 1, and sqrt_softplus goes beyond 1; take "
+                "quantile."
+            )
+        if self.balance != "sign" and (self.balance_centred or self.balance_rate != MoEConfig.balance_rate):
+            raise ReproError("model.moe.balance_rate and balance_centred belong to model.moe.balance sign.")
+        if not self.latent and not self.latent_norm:
+            raise ReproError("model.moe.latent_norm is off and model.moe.latent is 0; there is no norm to leave out.")

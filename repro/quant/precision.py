@@ -22,10 +22,11 @@ PLAIN = "plain"
 class Precision:
     """The policy of every role, by its name in `POLICIES`, or `"plain"`.
 
-    `attention`: projections of queries, keys, values and outputs. `ffn`: gate, up and down. `embedding`: the table, in
-    the format that the policy gives to weights, as it is looked up (the gradient passes straight through). `head`: the
-    output head. Softmax, norms, logits of attention and the loss are never quantised. Raises `ReproError` for an
-    unknown policy.
+    `attention`: projections of queries, keys, values and outputs. `ffn`: gate, up and down of blocks and experts that see
+    every token, and the projections of LatentMoE. `embedding`: the table, in the format that the policy gives to weights,
+    as it is looked up (the gradient passes straight through). `head`: the output head. `norm`: gains, kept likewise.
+    `experts`: gate, up and down of routed experts. `router`: its logits, which are otherwise a float32 product. Softmax,
+    norms, logits of attention and the loss are never quantised. Raises `ReproError` for an unknown policy.
     """
 
     attention: str = PLAIN
@@ -33,6 +34,8 @@ class Precision:
     embedding: str = PLAIN
     head: str = PLAIN
     norm: str = PLAIN
+    experts: str = PLAIN
+    router: str = PLAIN
 
     def __post_init__(self) -> None:
         for name in self.roles().values():
@@ -55,20 +58,23 @@ class Precision:
 
 
 def _blocks(policy: str) -> Precision:
-    return Precision(attention=policy, ffn=policy)
+    return Precision(attention=policy, ffn=policy, experts=policy)
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         PLAIN: Precision(),
-        "bf16": Precision("bf16", "bf16", head="bf16"),
-        # DeepSeek-V3 (arXiv 2412.19437, section 3.3.1): linear layers in FP8; embedding, head, norms and attention not.
+        "bf16": Precision("bf16", "bf16", head="bf16", experts="bf16"),
+        # DeepSeek-V3 (arXiv 2412.19437, section 3.3.1): linear layers in FP8; embedding, head, router, norms and
+        # attention not.
         "v3": _blocks("v3_fp8"),
         "mxfp8": _blocks("mxfp8"),
         "mxfp4_w": _blocks("mxfp4_w"),
         # "Pretraining LLMs with NVFP4" (arXiv 2509.25149), without its high-precision layers at the ends of the stack.
         "nvfp4": _blocks("nvfp4"),
-        "k3_qat": Precision(attention="bf16", ffn="k3_qat", head="bf16"),
+        # In a dense model its feed-forward block stands for the experts; with experts Kimi K3 quantises those alone.
+        "k3_qat": Precision(attention="bf16", ffn="k3_qat", head="bf16", experts="k3_qat"),
+        "k3_qat_experts": Precision(attention="bf16", ffn="bf16", head="bf16", experts="k3_qat"),
     }
 )
 """Named precisions."""

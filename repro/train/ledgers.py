@@ -23,9 +23,6 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
     matrices, others = _optimizer_words(config)
     decay = f"{config.weight_decay:g}, {config.decay}" if config.weight_decay else "none"
     clip = f"QK-Clip per head at tau {config.tau:g}, alpha 0.5, after the step" if math.isfinite(config.tau) else "none"
-    bound = {"none": "none", "rms": "RMSNorm on queries and keys", "layer": "LayerNorm on queries and keys"}[
-        model.qk_norm
-    ]
     rows = {
         "N1": {
             "parameters": {
@@ -65,8 +62,8 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
             "monitors": "loss, logit maxima per head, attention entropy, activation maximum and RMS, gradient and update "
             "norms, every step",
             "bounds": "; ".join(
-                b for b in (bound if bound != "none" else "", f"soft-cap {model.soft_cap:g}" if model.soft_cap else "",
-                            clip if clip != "none" else "", f"z-loss {config.z_loss:g}" if config.z_loss else "") if b
+                b for b in (_NORM_WORDS[model.qk_norm], f"soft-cap {model.soft_cap:g}" if model.soft_cap else "",
+                            _SIGMA if model.sigma_reparam else "", clip if clip != "none" else "", f"z-loss {config.z_loss:g}" if config.z_loss else "") if b
             ) or "none",
         },
         "N9": {"checkpoints": "whole state at chunk boundaries, newest kept", "skip, roll back": "not armed"},
@@ -78,16 +75,31 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
     }
 
 
+_NORM_WORDS = {
+    "none": "", "rms": "RMSNorm on queries and keys", "layer": "LayerNorm on queries and keys",
+    "rms_plain": "RMSNorm without gain on queries and keys",
+    "l2": "queries and keys of unit length, one learned scale of the logits",
+    "v4": "RMSNorm on queries, without gain, and on keys, with a gain",
+}  # fmt: skip
+_SIGMA = "spectral norms of attention and feed-forward matrices learned (sigma-reparametrisation)"
+
+
 def _attention_words(model: ModelConfig) -> str:
+    turned = "RoPE on the latter" if model.position == "rope" else "no position on either"
     if model.attention == "mla":
         queries = f"query rank {model.q_rank}" if model.q_rank else "queries of full rank"
-        return (
+        words = (
             f"{model.heads} latent heads ({queries}, key and value rank {model.kv_rank}, {model.nope_size} + "
-            f"{model.rope_size} components with RoPE on the latter, values of {model.value_size})"
+            f"{model.rope_size} components with {turned}, values of {model.value_size})"
         )
-    shared = f" sharing {model.kv_heads} of keys and values" if 0 < model.kv_heads < model.heads else ""
-    size = f" of {model.head_dim}" if model.head_dim else ""
-    return f"{model.heads} heads{size}{shared}"
+    else:
+        shared = f" sharing {model.kv_heads} of keys and values" if 0 < model.kv_heads < model.heads else ""
+        size = f" of {model.head_dim}" if model.head_dim else ""
+        words = f"{model.heads} heads{size}{shared}" + (" without positions" if model.position == "none" else "")
+    yarn = f"RoPE stretched {model.yarn.factor:g} times from {model.yarn.original} tokens (YaRN)"
+    others = ((model.yarn.factor > 1, yarn), (model.output_gate, "a sigmoid output gate"),
+              (model.attention_sink, "a sink logit per head"))  # fmt: skip
+    return ", ".join([words, *(text for on, text in others if on)])
 
 
 _STEPS = {
@@ -131,7 +143,7 @@ def _quantised(model: ModelConfig) -> dict[str, dict[str, str]]:
     rows: dict[str, dict[str, str]] = {key: {} for key in ("N1", "N2", "N3", "N4", "N5")}
     for role, name in model.dots.roles().items():
         policy = model.dots.policy(role)
-        if policy is None:
+        if policy is None or (role in ("experts", "router") and not model.moe.experts):
             continue
         products = {
             "Fprop": (policy.fprop_x, policy.fprop_w),
