@@ -93,7 +93,8 @@ class MultiHeadAttention(Attention):
                 linear(x_BTD, w[...], config, "attention", folded(key, i))
                 for i, w in enumerate((self.q_DHK, self.k_DHK, self.v_DHV))
             )
-        q_BTHK, k_BSHK = (self.turned(self.normed(side, x)) for side, x in (("q", q_BTHK), ("k", k_BSHK)))
+        q_BTHK, k_BSHK = self.normed("q", q_BTHK), self.normed("k", k_BSHK)
+        q_BTHK, k_BSHK = self.turned(q_BTHK), self.turned(k_BSHK)
         if config.key_heads < config.heads:
             k_BSHK, v_BSHV = (jnp.repeat(x, config.heads // config.key_heads, 2) for x in (k_BSHK, v_BSHV))
         with jax.named_scope("logits"):

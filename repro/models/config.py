@@ -28,7 +28,7 @@ class YarnConfig:
     """
 
     factor: float = 1.0
-    """How many times longer windows become; 1 is off."""
+    """How many times longer windows become; 1 is off, whatever the other fields say."""
     original: int = 4096
     """Window length before the stretch."""
     beta_fast: float = 32.0
@@ -45,8 +45,8 @@ class YarnConfig:
             raise ReproError(f"model.yarn needs a factor of at least 1 and an original length, not {self.factor:g}.")
         if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 has 1 for both: a step between two neighbouring pairs
             raise ReproError("model.yarn.beta_slow must be positive and no larger than model.yarn.beta_fast.")
-        if self.mscale < 0 or self.mscale_all_dim < 0:
-            raise ReproError("model.yarn.mscale and mscale_all_dim must be zero or positive.")
+        if not (0 <= self.mscale < math.inf and 0 <= self.mscale_all_dim < math.inf):
+            raise ReproError("model.yarn.mscale and mscale_all_dim must be zero or positive, and finite.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +171,11 @@ class ModelConfig:
         for name in ("glu_limit", "situ_gate", "situ_up", "embedding_scale", "embedding_std", "head_gain"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ReproError(f"model.{name} is {getattr(self, name)}; it must be positive and finite.")
+        if self.yarn.factor > 1 and (self.position == "none" or self.rope_theta <= 1):
+            raise ReproError(
+                f"model.yarn.factor {self.yarn.factor:g} stretches RoPE; it needs model.position rope and a "
+                "model.rope_theta above 1."
+            )
         if not 0 < self.powlu_m < 10:
             raise ReproError(f"model.powlu_m is {self.powlu_m}; it must lie between 0 and 10.")
         if self.moe.experts and self.moe.dense_layers + self.moe.hash_layers > self.layers:

@@ -70,16 +70,17 @@ class MultiHeadLatentAttention(Attention):
             latent_BSC = self.kv_norm(apply(x_BTD, self.kv_down_DC, 2))
             k_BSHK, v_BSHV = apply(latent_BSC, self.k_up_CHK, 3), apply(latent_BSC, self.v_up_CHV, 4)
             k_BS1R = apply(x_BTD, self.k_rope_DR, 5)[:, :, None]
-            if config.qk_norm != "none":
-                shared_BSHR = jnp.broadcast_to(k_BS1R, (*k_BSHK.shape[:3], config.rope_size))
-                k_BSHJ = self.normed("k", jnp.concatenate([k_BSHK, shared_BSHR], -1))
-                k_BSHK, k_BS1R = k_BSHJ[..., :K], k_BSHJ[..., K:]
-            k_BS1R = self.turned(k_BS1R)
+            if config.qk_norm == "none":
+                k_BSR = self.turned(k_BS1R)[:, :, 0]
+            else:
+                own_BSHR = jnp.broadcast_to(k_BS1R, (*k_BSHK.shape[:3], config.rope_size))
+                k_BSHJ = self.normed("k", jnp.concatenate([k_BSHK, own_BSHR], -1))
+                k_BSHK, k_BSHR = k_BSHJ[..., :K], self.turned(k_BSHJ[..., K:])
         with jax.named_scope("logits"):
             raw_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
             if config.qk_norm == "none":
-                raw_BHTS += jnp.einsum("bthr,bsr->bhts", q_BTHR, k_BS1R[:, :, 0], preferred_element_type=jnp.float32)
+                raw_BHTS += jnp.einsum("bthr,bsr->bhts", q_BTHR, k_BSR, preferred_element_type=jnp.float32)
             else:
-                raw_BHTS += jnp.einsum("bthr,bshr->bhts", q_BTHR, k_BS1R, preferred_element_type=jnp.float32)
+                raw_BHTS += jnp.einsum("bthr,bshr->bhts", q_BTHR, k_BSHR, preferred_element_type=jnp.float32)
             raw_BHTS *= self.logit_factor()
         return self.output(x_BTD, raw_BHTS, v_BSHV, key, 6)

@@ -1,6 +1,8 @@
 """Attention and its statistics against loops over batch, head and position in float64."""
 
+import dataclasses
 import functools
+import math
 import types
 
 import jax
@@ -8,13 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import repro.models.attention
-from repro.models import ModelConfig, MultiHeadAttention
+import repro.models.softmax
+from repro.models import ModelConfig, MultiHeadAttention, YarnConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 B, T, D, H, K = 2, 5, 8, 2, 4
+# Of the two pairs the first turns 1.9 times in the original window and the second 0.6 times: one third of the ramp.
+YARN = YarnConfig(factor=3.0, original=12, beta_fast=1.0, beta_slow=0.1, mscale=2.0, mscale_all_dim=0.5)
 KINDS = {
     "plain": {},
     "rms": {"qk_norm": "rms"},
@@ -22,7 +28,12 @@ KINDS = {
     "soft_cap": {"soft_cap": 3.0},
     "layer and soft_cap": {"qk_norm": "layer", "soft_cap": 1.5},
     "grouped": {"heads": 4, "kv_heads": 2, "head_dim": K, "rope_interleaved": True},  # four heads of K: wider than D
+    "rms_plain": {"qk_norm": "rms_plain", "position": "none"},
+    "l2": {"qk_norm": "l2"},
+    "v4": {"qk_norm": "v4", "heads": 4, "kv_heads": 2, "head_dim": K},
+    "gate, sink and yarn": {"output_gate": True, "attention_sink": True, "soft_cap": 3.0, "yarn": YARN},
 }
+NORMS = ["rms", "layer", "rms_plain", "l2", "v4"]
 
 
 def config_of(kind):
@@ -34,8 +45,13 @@ def make_weights(kind, seed=0, scale=0.7):
     sizes = {"q_DHK": heads, "k_DHK": H, "v_DHV": H}
     w = {n: rng.normal(size=(D, h, K)) * scale for n, h in sizes.items()}
     w["o_HVD"] = rng.normal(size=(heads, K, D))
-    if "qk_norm" in KINDS[kind]:
+    norm = KINDS[kind].get("qk_norm")
+    if norm in ("rms", "layer"):
         w |= {n: 1 + rng.normal(size=K) for n in ("q_gain_K", "k_gain_K")}
+    w |= {"k_gain_K": 1 + rng.normal(size=K)} if norm == "v4" else {}
+    w |= {"logit_scale": np.array(3.0)} if norm == "l2" else {}
+    if "output_gate" in KINDS[kind]:
+        w |= {"gate_DHV": rng.normal(size=(D, heads, K)), "sink_H": rng.normal(size=heads)}
     return {n: x.astype(np.float32) for n, x in w.items()}
 
 
@@ -68,29 +84,41 @@ def by_loops(kind, wrong=""):
 
     def turn(v, t):
         a, b = (v[::2], v[1::2]) if config.rope_interleaved != (wrong == "other pairs") else (v[: K // 2], v[K // 2 :])
-        z = (a + 1j * b) * np.exp(1j * t * config.rope_theta ** (-2 * np.arange(K // 2) / K))
-        return np.concatenate([z.real, z.imag])
+        frequency = config.rope_theta ** (-2 * np.arange(K // 2) / K)
+        if config.yarn.factor > 1:  # whole pairs bound the ramp: 0 is the last that turns once, 3 the first with 0.1
+            share = np.arange(K // 2) / 3
+            frequency = frequency * (1 - share) + frequency / (1 if wrong == "not stretched" else 3) * share
+        z = (a + 1j * b) * np.exp(1j * t * frequency)
+        length = (1 + 0.2 * np.log(3)) / (1 + 0.05 * np.log(3)) if config.yarn.factor > 1 else 1
+        return np.concatenate([z.real, z.imag]) * (1 if wrong == "no ratio" else length)
 
-    def norm(v, gain):
+    def norm(v, side):
         if config.qk_norm == "none" or wrong == "no qk-norm":
             return v
         if (config.qk_norm == "layer") != (wrong == "other norm"):
             v = v - v.mean()
-        return v / np.sqrt((v * v).mean() + eps) * (1.0 if wrong == "no gain" else gain)
+        gain = w.get(f"{'k' if wrong == 'gain on queries' else side}_gain_K", 1.0)
+        size = (v * v).sum() if config.qk_norm == "l2" and wrong != "mean" else (v * v).mean()
+        return v / np.sqrt(size + eps) * (1.0 if wrong == "no gain" else gain)
 
-    def ready(weight, gain, b, t, h):
+    def ready(weight, side, b, t, h):
         v = x[b, t] @ weight[:, h]
         if wrong == "norm after rope":
-            return norm(turn(v, t), gain)
-        return turn(norm(v, gain), 0 if wrong == "no rope" else t)
+            return norm(turn(v, t), side)
+        return turn(norm(v, side), 0 if wrong == "no rope" or KINDS[kind].get("position") else t)
 
     for b in range(B):
         for h in range(heads):
             own = h % H if wrong == "groups across" else h // (heads // H)
             for t in range(T):
-                q = ready(w["q_DHK"], w.get("q_gain_K"), b, t, h)
-                raw = np.array([q @ ready(w["k_DHK"], w.get("k_gain_K"), b, s, own) for s in range(T)])
-                raw = raw / (K if wrong == "scale 1/K" else D**0.5 if wrong == "scale by width" else K**0.5)
+                q = ready(w["q_DHK"], "q", b, t, h)
+                raw = np.array([q @ ready(w["k_DHK"], "k", b, s, own) for s in range(T)])
+                if config.qk_norm == "l2" and wrong != "scale 1/sqrt(K)":
+                    raw = raw * w["logit_scale"]
+                else:
+                    raw = raw / (K if wrong == "scale 1/K" else D**0.5 if wrong == "scale by width" else K**0.5)
+                if config.yarn.factor > 1 and wrong != "no m":
+                    raw = raw * (1 + (0.2 if wrong == "m of mscale" else 0.05) * np.log(3)) ** 2
                 seen = raw
                 if (cap := config.soft_cap) and wrong != "no cap":
                     seen = np.clip(raw, -cap, cap) if wrong == "hard cap" else cap * np.tanh(raw / cap)
@@ -98,8 +126,14 @@ def by_loops(kind, wrong=""):
                 if wrong == "no mask":
                     visible[:] = True
                 p = np.where(visible, np.exp(seen), 0)
-                p = p / p.sum()
-                mixed = sum(p[s] * (x[b, s] @ w["v_DHV"][:, own]) for s in range(T))
+                sink = np.exp(w["sink_H"][h]) if "sink_H" in w and wrong != "no sink" else 0.0
+                p, left = p / p.sum(), p.sum() / (p.sum() + sink)  # of the weights, and of the row without the sink
+                mixed = left * sum(p[s] * (x[b, s] @ w["v_DHV"][:, own]) for s in range(T))
+                if "gate_DHV" in w and wrong != "no gate":
+                    gate = x[b, t] @ w["gate_DHV"][:, h]
+                    mixed = mixed * (np.tanh(gate) if wrong == "tanh gate" else 1 / (1 + np.exp(-gate)))
+                if wrong == "sink in the entropy":
+                    p = np.append(p * left, 1 - left)
                 out[b, t] += mixed @ w["o_HVD"][h]
                 here = np.ones(T, bool) if wrong == "masked counted" else visible
                 signed = {"absolute": np.abs(raw), "after cap": seen}.get(wrong, raw)
@@ -138,6 +172,16 @@ def test_equals_loops_over_heads_and_positions(kind):
         *((kind, w) for kind in ("rms", "layer") for w in ["no qk-norm", "other norm", "no gain", "norm after rope"]),
         *(("soft_cap", w) for w in ["no cap", "hard cap", "after cap", "before cap"]),
         *(("grouped", w) for w in ["groups across", "other pairs", "scale by width"]),
+        *(("l2", w) for w in ["no qk-norm", "mean", "scale 1/sqrt(K)"]),
+        *(("v4", w) for w in ["no qk-norm", "other norm", "no gain", "gain on queries", "norm after rope"]),
+        *(("rms_plain", w) for w in ["no qk-norm", "other norm"]),
+        *(
+            ("gate, sink and yarn", w)
+            for w in [
+                "no gate", "tanh gate", "no sink", "sink in the entropy", "not stretched", "no ratio", "no m",
+                "m of mscale",
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_the_same_check_finds(kind, wrong):
@@ -152,19 +196,68 @@ def test_capped_maximum_equals_the_absolute_one_without_a_cap():
     assert (stats["max_capped_logit"] < 3.0).all() and (stats["max_abs_logit"] > 3.0).any()
 
 
-def test_layer_norm_bounds_the_logits():
-    # |q| and |k| are at most sqrt(K) times the gain, and queries equal to keys reach it at t = s.
-    config = config_of("layer")
-    w = make_weights("layer") | {"q_gain_K": np.full(K, 1.5, np.float32), "k_gain_K": np.full(K, 2.0, np.float32)}
-    bound = K**0.5 * 1.5 * 2.0
-    for factor in [1.0, 1e3]:
-        stats = module(config, w | {"q_DHK": w["q_DHK"] * factor, "k_DHK": w["k_DHK"] * factor}, X)[1]
-        assert (stats["max_abs_logit"] <= bound * (1 + 1e-6)).all()
-    stats = module(config, w | {"q_DHK": w["q_DHK"] * 1e3, "k_DHK": w["q_DHK"] * 1e3}, X)[1]
-    np.testing.assert_allclose(stats["max_logit"], bound, rtol=1e-4)
-    free = {n: x for n, x in w.items() if "gain" not in n}
-    stats = module(config_of("plain"), free | {"q_DHK": free["q_DHK"] * 1e3}, X)[1]
-    assert (stats["max_abs_logit"] > 10 * bound).all()
+def bound_of(w):
+    """The largest |logit| that a norm of queries and keys allows."""
+    gains = [np.abs(w[n]).max() for n in ("q_gain_K", "k_gain_K") if n in w]
+    return float(np.abs(w["logit_scale"])) if "logit_scale" in w else K**0.5 * math.prod(gains)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@settings(max_examples=15, deadline=None)
+@given(size=st.floats(-8, 8), gain=st.floats(-4, 4), seed=st.integers(0, 99))
+def test_a_norm_bounds_the_logits_whatever_the_weights(kind, size, gain, seed):
+    w = make_weights(kind, seed, 10.0**size)
+    w |= {n: (x * gain).astype(np.float32) for n, x in w.items() if "gain" in n or "scale" in n}
+    stats = module(config_of(kind), w, X)[1]
+    assert (stats["max_abs_logit"] <= bound_of(w) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_bound_is_reached(kind):
+    # Queries equal to keys, at t = s; with unequal gains only a vector along one axis would reach it.
+    heads, w = config_of(kind).heads, make_weights(kind)
+    w |= {n: np.full(K, 1.5, np.float32) for n in w if "gain" in n}
+    same_key = np.repeat(w["k_DHK"], heads // H, 1) * np.float32(1e3)
+    stats = module(config_of(kind), w | {"q_DHK": same_key, "k_DHK": w["k_DHK"] * np.float32(1e3)}, X)[1]
+    np.testing.assert_allclose(stats["max_logit"], bound_of(w), rtol=1e-5)
+
+
+def test_without_a_norm_nothing_is_bounded():
+    w = make_weights("plain")
+    stats = module(config_of("plain"), w | {"q_DHK": w["q_DHK"] * 1e3}, X)[1]
+    assert (stats["max_abs_logit"] > 100 * K**0.5).all()
+
+
+def test_unit_length_starts_where_the_norm_without_gain_does():
+    norms = {n: dataclasses.replace(config_of("plain"), qk_norm=n, norm_eps=1e-12) for n in ("l2", "rms_plain")}
+    one = nnx.to_pure_dict(nnx.split(MultiHeadAttention(norms["l2"], rngs=nnx.Rngs(0)))[1])
+    assert float(one["logit_scale"]) == K**0.5
+    two = {n: x for n, x in one.items() if n != "logit_scale"}
+    np.testing.assert_allclose(module(norms["l2"], one, X)[0], module(norms["rms_plain"], two, X)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "l2"])
+def test_a_norm_makes_the_gradient_orthogonal_to_the_weights(kind):
+    config = dataclasses.replace(config_of(kind), norm_eps=1e-12)
+    loss = lambda w: (with_weights(config, w)(jnp.asarray(X))[0] ** 3).mean()
+    w = make_weights(kind)
+    g = jax.jit(jax.grad(loss))(w)
+    along = [float((g[n] * w[n]).sum()) / float(np.abs(g[n] * w[n]).sum()) for n in ("q_DHK", "k_DHK")]
+    assert (np.abs(along) < 1e-5).all() == (kind == "l2") and (kind == "l2" or np.abs(along).min() > 1e-3)
+
+
+def test_a_sink_takes_from_the_output_and_not_from_the_statistics():
+    kind = "gate, sink and yarn"
+    config, w = config_of(kind), make_weights(kind)
+    out, stats = of_module(kind)
+    far = module(config, w | {"sink_H": np.full(H, -1e30, np.float32)}, X)
+    none = module(dataclasses.replace(config, attention_sink=False), {n: x for n, x in w.items() if n != "sink_H"}, X)
+    np.testing.assert_allclose(far[0], none[0], atol=1e-6)
+    huge = module(config, w | {"sink_H": np.full(H, 1e30, np.float32)}, X)[0]
+    np.testing.assert_array_equal(huge, np.zeros_like(huge))
+    for name, value in none[1].items():
+        np.testing.assert_allclose(stats[name], value, rtol=1e-6, err_msg=name)
+    assert np.abs(out - none[0]).max() > 0.01
 
 
 def test_entropy_of_uniform_and_of_sharp_attention():
@@ -221,10 +314,11 @@ def influence(config, w):
     return np.abs(out[:T] - out[T]).max(-1) > 1e-6
 
 
-def test_causal(monkeypatch):
-    config, w = config_of("plain"), make_weights("plain")
+@pytest.mark.parametrize("kind", ["plain", "gate, sink and yarn"])
+def test_causal(kind, monkeypatch):
+    config, w = config_of(kind), make_weights(kind)
     np.testing.assert_array_equal(influence(config, w), np.triu(np.ones((T, T), bool)))
     for wrong in [lambda m: np.tril(m, 1), lambda m: np.tril(m, -1) | np.eye(len(m), k=len(m) - 1, dtype=bool)]:
-        monkeypatch.setattr(repro.models.attention, "np", types.SimpleNamespace(**vars(np) | {"tril": wrong}))
+        monkeypatch.setattr(repro.models.softmax, "np", types.SimpleNamespace(**vars(np) | {"tril": wrong}))
         with pytest.raises(AssertionError):
             np.testing.assert_array_equal(influence(config, w), np.triu(np.ones((T, T), bool)))

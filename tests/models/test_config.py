@@ -4,7 +4,8 @@ import math
 import pytest
 
 from repro.errors import ReproError
-from repro.models import SIZES, ModelConfig
+from repro.models import SIZES, ModelConfig, YarnConfig
+from repro.models.config import QKNorm
 
 
 def test_sizes():
@@ -63,6 +64,9 @@ def test_every_size_is_a_valid_config_that_keeps_the_switches(name):
         *({name: value} for name in ("glu_limit", "situ_gate", "situ_up") for value in (0.0, -1.0, math.inf, math.nan)),
         *({"powlu_m": value} for value in (0.0, 10.0, math.nan)),
         *({name: 8} for name in ("q_rank", "kv_rank", "nope_size", "rope_size", "value_size")),
+        {"position": "alibi"},
+        {"yarn": YarnConfig(factor=2.0), "position": "none"},  # nothing turns, so nothing can be stretched
+        {"yarn": YarnConfig(factor=2.0), "rope_theta": 1.0},  # all pairs turn alike
     ],
     ids=str,
 )
@@ -89,6 +93,30 @@ MLA = dict(attention="mla", q_rank=24, kv_rank=16, nope_size=16, rope_size=8, va
 def test_refused_with_latent_attention(wrong):
     with pytest.raises(ReproError, match=f"model.({'|'.join(wrong)})"):
         ModelConfig(**MLA | wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"factor": 0.5},
+        {"factor": math.inf},
+        {"factor": math.nan},
+        {"original": 0},
+        {"beta_fast": 0.5},
+        {"beta_slow": 0.0},
+        {"mscale": -1.0},
+        {"mscale_all_dim": math.inf},
+    ],
+    ids=str,
+)
+def test_yarn_refuses(wrong):
+    with pytest.raises(ReproError, match="model.yarn"):
+        YarnConfig(**{"factor": 40.0} | wrong)
+
+
+@pytest.mark.parametrize("norm", QKNorm.__args__[1:])
+def test_every_norm_of_queries_and_keys_goes_with_latent_attention(norm):
+    assert ModelConfig(**MLA, qk_norm=norm).head_size == 24
 
 
 def test_head_sizes():

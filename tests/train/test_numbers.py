@@ -8,6 +8,7 @@ import pytest
 
 from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
+from repro.models.config import QKNorm
 from repro.train import NUMERIC, JobResult, TrainConfig, at_size, summarise, with_settings
 from repro.train.loop import chunk_length
 from repro.train.optimizer import OptimizerConfig
@@ -60,8 +61,9 @@ def test_chunks_divide_the_steps_where_that_is_not_far_below(steps, most, chunk)
         ({"final_fraction": 1.5}, "train.final_fraction"),
         ({"tau": 0.0}, "train.tau is 0"),
         ({"tau": math.nan}, "train.tau is nan"),
-        ({"tau": 100.0, "model.qk_norm": "rms"}, "beside QK norm"),
-        ({"tau": 100.0, "model.soft_cap": 50.0}, "beside QK norm or a soft-cap"),
+        *(({"tau": 100.0, "model.qk_norm": norm}, "beside QK norm") for norm in QKNorm.__args__[1:]),
+        ({"tau": 100.0, "model.soft_cap": 50.0}, "or a soft-cap"),
+        ({"tau": 100.0, "model.sigma_reparam": True}, "sigma-reparametrisation"),
         ({"taus": 1.0}, "setting taus does not exist; there is length"),
         ({"model.depth": 1}, "setting model.depth does not exist; there is model.vocab_size"),
     ],
