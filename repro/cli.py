@@ -1,4 +1,4 @@
-"""The command line: `repro list | show | run | resume | verdict | report | ledger | doctor`."""
+"""The command line: `repro list | show | run | resume | verdict | report | ledger | scale-down | doctor`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument("--size", help="count the parameters of this model size")
     ledger.add_argument("--policy", help="one policy, role by role (default: all)")
     ledger.add_argument("--role", metavar="ROLE=FORMAT", action="append", default=[], help="change one; FORMAT may be none")
+    scale = commands.add_parser("scale-down", help="a small model with the proportions of a released one")
+    scale.add_argument("config", metavar="CONFIG", help="a Hugging Face config.json, or a name such as deepseek_v3")
+    scale.add_argument("--width", type=int, required=True, help="the small model's width")
+    scale.add_argument("--layers", type=int, help="its depth (default: in proportion to the width, at least 4)")
+    scale.add_argument("--experts", type=int, help="its routed experts, with active ones in proportion (default: all)")
+    scale.add_argument("--vocab-size", type=int, help="its vocabulary (default: 256, bytes)")
+    scale.add_argument("--out", type=Path, metavar="FILE", help="write it as JSON")
     commands.add_parser("doctor", help="what this machine can run")
     return parser
 

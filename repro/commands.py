@@ -264,6 +264,12 @@ def ledger(args: argparse.Namespace) -> int:
     return ledger_command.ledger(args, _console())
 
 
+def scale_down(args: argparse.Namespace) -> int:
+    from repro import scale_down_command
+
+    return scale_down_command.scale_down(args, _console())
+
+
 def doctor(args: argparse.Namespace) -> int:
     """Versions, devices, data, and which presets this machine can run."""
     _start_devices()
@@ -296,5 +302,5 @@ def doctor(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "ledger": ledger,
-    "doctor": doctor,
+    "scale-down": scale_down, "doctor": doctor,
 }  # fmt: skip

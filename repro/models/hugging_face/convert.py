@@ -45,9 +45,13 @@ def from_hf(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Transforme
     and for tensors that are missing, left over or of another shape, by name.
     """
     reading = read(config)
-    if unbuilt := reading.fate("approximated"):
+    unbuilt = reading.fate("approximated")
+    if unbuilt or not reading.family.whole:
         said = "; ".join(f"{note.field}: {note.remark}" for note in unbuilt[:3])
-        raise ReproError(f"Weights of {reading.family.title} cannot be loaded, since it is not built whole ({said}).")
+        raise ReproError(
+            f"Weights of this {reading.family.title} cannot be loaded, since it is not built whole"
+            f"{f' ({said})' if said else ''}."
+        )
     return from_tensors(reading.model, weights)
 
 

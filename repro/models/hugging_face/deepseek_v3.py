@@ -33,8 +33,8 @@ def read_v2(fields: Fields) -> ModelConfig:
     normalise, scale = fields.keep("norm_topk_prob", bool, False), fields.keep("routed_scaling_factor", float, 1.0)
     if normalise and scale != 1:
         raise ReproError(
-            "config.json: norm_topk_prob beside routed_scaling_factor is ambiguous for DeepSeek-V2: its own code leaves "
-            "the factor out, transformers does not; set one of them to its default."
+            "config.json: norm_topk_prob beside routed_scaling_factor is ambiguous for DeepSeek-V2: its own code "
+            "leaves the factor out, transformers does not; set one of them to its default."
         )
     groups, kept = fields.keep("n_group", int, 1), fields.keep("topk_group", int, 1)
     if fields.choose("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy"):

@@ -2,9 +2,9 @@
 
 Sizes: DeepSeek-V4 (arXiv 2606.19348, section 4.2.1); field names: those of the released configurations, and the newer
 ones of DeepseekV4Config in `transformers`. Built are the residual streams (mHC), hash layers, square-root-of-softplus
-affinities, the clamped GLU, the attention sink, one key and value head, and the norms of queries and keys. Not built are
-compressed and windowed attention (CSA, HCA), the low-rank projections of queries and outputs, the key that is its own
-value, and RoPE on a part of a head; what takes their place is in the notes.
+affinities, the clamped GLU, the attention sink, one key and value head, and the norms of queries and keys. Not built
+are compressed and windowed attention (CSA, HCA), the low-rank projections of queries and outputs, the key that is its
+own value, and RoPE on a part of a head; what takes their place is in the notes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from repro.models.hugging_face.kimi_k3 import read_k3
 
 
 class Family(NamedTuple):
-    """Models of one layout. `read` makes a `ModelConfig` of the fields; `own` are those by which it is recognised."""
+    """Models of one layout. `read` makes a `ModelConfig` of the fields, `own` are those by which it is recognised, and
+    `whole` says whether all of it is built, so that weights can be loaded."""
 
     title: str
     """The best-known of them."""
@@ -23,6 +24,7 @@ class Family(NamedTuple):
     types: tuple[str, ...]
     read: Callable[[Fields], ModelConfig]
     own: tuple[str, ...]
+    whole: bool = True
 
 
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -42,15 +44,17 @@ FAMILIES: tuple[Family, ...] = (
         ("hc_mult", "hc_eps", "hc_sinkhorn_iters", "swiglu_limit", "num_hash_layers", "o_groups", "o_lora_rank",
          "index_topk", "index_head_dim", "index_n_heads", "compress_ratios", "compress_rates", "compress_rope_theta",
          "mlp_layer_types", "sliding_window"),
+        whole=False,
     ),
     Family(
         "Kimi K3",
         ("KimiK3ForConditionalGeneration", "KimiK3ForCausalLM", "KimiK3LinearForCausalLM", "KimiLinearForCausalLM"),
         ("kimi_k3", "kimi_linear"), read_k3,
         ("linear_attn_config", "mla_use_nope", "mla_use_output_gate", "attn_res_block_size",
-         "routed_expert_hidden_size", "latent_moe_use_norm", "activation_situ_beta", "activation_situ_linear_beta", "moe_renormalize",
-         "moe_router_activation_func", "num_experts_per_token", "num_expert_group", "use_grouped_topk",
-         "num_shared_experts"),
+         "routed_expert_hidden_size", "latent_moe_use_norm", "activation_situ_beta", "activation_situ_linear_beta",
+         "moe_renormalize", "moe_router_activation_func", "num_experts_per_token", "num_expert_group",
+         "use_grouped_topk", "num_shared_experts"),
+        whole=False,
     ),
 )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The tensors of a DeepSeek-V2 or V3 checkpoint, and the parameters here: names, orientation, which way RoPE pairs.
 
 Released kernels are `[out, in]` with heads folded into rows; here kernels are `[in, out]` with heads as an axis. The
-rows of `q_b_proj` are, head by head, K without position and then R rotary ones; those of `kv_b_proj` K of the key and then
-V of the value; those of `kv_a_proj_with_mqa` the latent and then the shared rotary key.
+rows of `q_b_proj` are, head by head, K without position and then R rotary ones; those of `kv_b_proj` K of the key and
+then V of the value; those of `kv_a_proj_with_mqa` the latent and then the shared rotary key.
 """
 
 from __future__ import annotations
