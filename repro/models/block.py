@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.attention import MultiHeadAttention
+from repro.models.attention_residual import BlockAttnRes, BlockAttnResEnds
 from repro.models.config import ModelConfig
 from repro.models.ffn import DenseFFN
 from repro.models.latent_attention import MultiHeadLatentAttention
@@ -20,6 +21,7 @@ from repro.models.output import FFNRecord, Stats
 from repro.models.pattern import Kind
 from repro.models.residual import Ends, GainLink, Link, PostNormLink
 from repro.models.sigma_reparam import SigmaReparam
+from repro.models.stream_links import HyperConnections, ManifoldHyperConnections, StreamEnds
 
 _ATTENTION = {"mha": MultiHeadAttention, "mla": MultiHeadLatentAttention}
 _LINKS: dict[str, tuple[type[Link], type[Ends]]] = {
@@ -27,6 +29,10 @@ _LINKS: dict[str, tuple[type[Link], type[Ends]]] = {
     "post_norm": (PostNormLink, Ends),
     "deep_norm": (PostNormLink, Ends),
     "gain": (GainLink, Ends),
+    "hyper": (HyperConnections, StreamEnds),
+    "manifold": (ManifoldHyperConnections, StreamEnds),
+    "manifold_lite": (ManifoldHyperConnections, StreamEnds),
+    "block_attention": (BlockAttnRes, BlockAttnResEnds),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from repro.models.glu import clamped_swiglu, gelu, powlu, situ_glu, smooth_swiglu, swiglu
+from repro.models.hyper_connections import mhc_maps, sinkhorn
 from repro.models.routing import (
     AFFINITIES,
     affinity,
@@ -21,6 +22,6 @@ from repro.models.routing import (
 
 __all__ = [
     "AFFINITIES", "affinity", "clamped_swiglu", "gates", "gelu", "hash_table", "histogram_bias", "loads",
-    "margin_histogram", "powlu", "quantile_bias", "router_z_loss", "select", "sequence_balance_loss",
-    "sign_update", "situ_glu", "smooth_swiglu", "swiglu", "top_k_gates",
+    "margin_histogram", "mhc_maps", "powlu", "quantile_bias", "router_z_loss", "select", "sequence_balance_loss",
+    "sign_update", "sinkhorn", "situ_glu", "smooth_swiglu", "swiglu", "top_k_gates",
 ]  # fmt: skip
