@@ -132,3 +132,15 @@ def test_a_single_block_has_no_layer_axis():
     assert layouts["attention"]["q_DHK"] == Layout("matrix", (0,), (1, 2), head=1, qk="q")
     assert layouts["attention"]["o_HVD"] == Layout("matrix", (0, 1), (2,), head=0)
     assert layouts["ffn_norm"]["gain"] == Layout("norm")
+
+
+def test_the_layouts_of_what_attention_may_have_besides():
+    for more in ({}, dict(attention="mla", kv_rank=16, nope_size=8, rope_size=8, value_size=10)):
+        shapes, layouts = of(ModelConfig(output_gate=True, attention_sink=True, qk_norm="l2", **more))
+        check_layouts(shapes, layouts)
+        found = layouts["blocks"]["attention"]
+        assert found["gate_DHV"] == matrix((1,), (2, 3), head=2)
+        assert found["sink_H"] == Layout("bias", head=1, layer=0)
+        assert found["logit_scale"] == Layout("norm", layer=0, qk="q")
+        assert shapes["blocks"]["attention"]["gate_DHV"].shape == (2, 64, 4, more.get("value_size", 16))
+        assert shapes["blocks"]["attention"]["sink_H"].shape == (2, 4)

@@ -1,5 +1,6 @@
 """Multi-head latent attention against loops in float64, and its layer against the one in `transformers`."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -10,16 +11,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import repro.models.attention
 import repro.models.latent_attention
-from repro.models import Block, ModelConfig, MultiHeadLatentAttention
+from repro.models import Block, ModelConfig, MultiHeadLatentAttention, YarnConfig
 from repro.models.linear import linear
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 B, T, D, H, K, R, V, C = 2, 5, 10, 2, 4, 6, 3, 7
+# Of the three pairs the first turns 1.9 times in the original window, the second 0.9 and the third 0.4 times: the ramp
+# goes from pair 0 to pair 4, the first that turns less than 0.1 times.
+YARN = YarnConfig(factor=3.0, original=12, beta_fast=1.0, beta_slow=0.1, mscale=2.0, mscale_all_dim=0.5)
 KINDS = {
     "plain": {"q_rank": 8},
     "full-rank queries, interleaved, capped": {"rope_interleaved": True, "soft_cap": 2.0},
+    "rms": {"qk_norm": "rms", "q_rank": 8},
+    "v4, no positions": {"qk_norm": "v4", "position": "none"},
+    "l2, gate, sink": {"qk_norm": "l2", "output_gate": True, "attention_sink": True},
+    "yarn": {"yarn": YARN, "q_rank": 8},
+    "no positions": {"position": "none", "q_rank": 8},
 }
 X = np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 
@@ -54,7 +64,7 @@ def of_module(kind):
 def by_loops(kind, wrong=""):
     """The definition, one query position of one head at a time. `wrong` names a deliberate error."""
     config, w = config_of(kind), jax.tree.map(np.float64, make_weights(kind))
-    x = np.float64(X)
+    x, qk = np.float64(X), config.qk_norm
     out, top = np.zeros((B, T, D)), np.full(H, -np.inf)
 
     def norm(v, gain):
@@ -64,7 +74,27 @@ def by_loops(kind, wrong=""):
         n = len(v) // 2
         neighbours = config.rope_interleaved != (wrong == "other pairs")
         a, b = (v[::2], v[1::2]) if neighbours else (v[:n], v[n:])
-        return (a + 1j * b) * np.exp(1j * (0 if wrong == "no rope" else t) * config.rope_theta ** (-np.arange(n) / n))
+        frequency, length = config.rope_theta ** (-np.arange(n) / n), 1.0
+        if config.yarn.factor > 1:
+            share = np.arange(n) / 4
+            frequency = frequency * (1 - share * (2 / 3)) if wrong != "not stretched" else frequency
+            length = (1 + 0.2 * np.log(3)) / (1 + 0.05 * np.log(3)) if wrong != "no ratio" else 1.0
+        still = wrong == "no rope" or (config.position == "none" and wrong != "turned")
+        return length * (a + 1j * b) * np.exp(1j * (0 if still else t) * frequency)
+
+    def ready(v, side):
+        """A whole head after the norm of queries and keys."""
+        if qk == "none" or wrong == "no qk-norm":
+            return v
+        if wrong == "norm on the nope part alone":
+            return np.concatenate([ready_part(v[:K], side, slice(0, K)), v[K:]])
+        if wrong == "norm of each part":
+            return np.concatenate([ready_part(v[:K], side, slice(0, K)), ready_part(v[K:], side, slice(K, None))])
+        return ready_part(v, side, slice(None))
+
+    def ready_part(v, side, part):
+        gain = w.get(f"{side}_gain_J", np.ones(K + R))[part]
+        return v / np.sqrt(((v * v).sum() if qk == "l2" else (v * v).mean()) + config.norm_eps) * gain
 
     for b in range(B):
         if config.q_rank:
@@ -79,24 +109,29 @@ def by_loops(kind, wrong=""):
         if wrong == "norm on the rotary key":
             rotary = [norm(v, 1.0) for v in rotary]
         for h in range(H):
+            keys = [ready(np.concatenate([latents[s] @ w["k_up_CHK"][:, h], rotary[s]]), "k") for s in range(T)]
             for t in range(T):
-                q_nope, q_rope = queries[t][h, :K], queries[t][h, K:]
+                query = ready(queries[t][h], "q")
+                q_nope, q_rope = query[:K], query[K:]
                 if wrong == "rope first":
-                    q_rope, q_nope = queries[t][h, :R], queries[t][h, R:]
-                raw = (
-                    np.array(
-                        [
-                            q_nope @ (latents[s] @ w["k_up_CHK"][:, h])
-                            + (turn(q_rope, t) * turn(rotary[s], s).conj()).real.sum()
-                            for s in range(t + 1)
-                        ]
-                    )
-                    / (K if wrong == "scale of the nope part" else K + R) ** 0.5
+                    q_rope, q_nope = query[:R], query[R:]
+                raw = np.array(
+                    [
+                        q_nope @ keys[s][:K] + (turn(q_rope, t) * turn(keys[s][K:], s).conj()).real.sum()
+                        for s in range(t + 1)
+                    ]
                 )
+                own = w["logit_scale"] if qk == "l2" else (K + R) ** -0.5
+                raw = raw * (K**-0.5 if wrong == "scale of the nope part" else own)
+                if config.yarn.factor > 1 and wrong != "no m":
+                    raw = raw * (1 + 0.05 * np.log(3)) ** 2
                 top[h] = max(top[h], raw.max())
                 seen = config.soft_cap * np.tanh(raw / config.soft_cap) if config.soft_cap else raw
-                p = np.exp(seen) / np.exp(seen).sum()
+                sink = np.exp(w["sink_H"][h]) if config.attention_sink and wrong != "no sink" else 0.0
+                p = np.exp(seen) / (np.exp(seen).sum() + sink)
                 mixed = sum(p[s] * (latents[s] @ w["v_up_CHV"][:, h]) for s in range(t + 1))
+                if config.output_gate and wrong != "no gate":
+                    mixed = mixed / (1 + np.exp(-(x[b, t] @ w["gate_DHV"][:, h])))
                 out[b, t] += mixed @ w["o_HVD"][h]
     return out, top
 
@@ -111,10 +146,31 @@ def test_equals_loops_over_heads_and_positions(kind):
     same(of_module(kind), by_loops(kind))
     stats = of_module(kind)[1]
     assert {s.shape for s in stats.values()} == {(H,)} and (stats["max_abs_logit"] >= stats["max_logit"]).all()
-    mistakes = ["no norm", "no rope", "other pairs", "norm on the rotary key", "rope first", "scale of the nope part"]
-    for wrong in mistakes:
+    mistakes = {
+        "rms": ["no qk-norm", "norm on the nope part alone", "norm of each part"],
+        "v4, no positions": ["no qk-norm", "norm of each part", "turned"],
+        "l2, gate, sink": ["no qk-norm", "norm of each part", "no gate", "no sink", "scale of the nope part"],
+        "yarn": ["not stretched", "no ratio", "no m"],
+        "no positions": ["turned"],
+    }
+    of_all = ["no norm", "no rope", "other pairs", "norm on the rotary key", "rope first", "scale of the nope part"]
+    for wrong in mistakes.get(kind, of_all):
         with pytest.raises(AssertionError):
             same(of_module(kind), by_loops(kind, wrong))
+
+
+@pytest.mark.parametrize("kind", ["rms", "l2, gate, sink", "v4, no positions"])
+def test_a_norm_bounds_the_logits_where_the_norms_of_the_latents_do_not(kind):
+    make = lambda: MultiHeadLatentAttention(config_of(kind), rngs=nnx.Rngs(0))
+    plain = lambda: MultiHeadLatentAttention(dataclasses.replace(config_of(kind), qk_norm="none"), rngs=nnx.Rngs(0))
+    w = make_weights(kind)
+    up = {n: w[n] * np.float32(1e3) for n in w if n in ("q_up_CHJ", "q_DHJ", "k_up_CHK", "k_rope_DR")}
+    top = jax.jit(lambda w: with_weights(make, w)(jnp.asarray(X))[1]["max_abs_logit"])(w | up)
+    gains = [np.abs(w[n]).max() for n in ("q_gain_J", "k_gain_J") if n in w]
+    bound = np.abs(w["logit_scale"]) if "logit_scale" in w else (K + R) ** 0.5 * np.prod(gains)
+    assert (top <= bound * (1 + 1e-6)).all() and (top > 0.1 * bound).all()
+    free = {n: x for n, x in (w | up).items() if "gain" not in n and n != "logit_scale"}
+    assert (jax.jit(lambda w: with_weights(plain, w)(jnp.asarray(X))[1]["max_abs_logit"])(free) > 1e3 * bound).all()
 
 
 def test_every_projection_follows_the_policy_of_attention(monkeypatch):
@@ -124,7 +180,8 @@ def test_every_projection_follows_the_policy_of_attention(monkeypatch):
         seen.append((role, w.shape))
         return linear(x, w, config, role, key, inputs=inputs)
 
-    monkeypatch.setattr(repro.models.latent_attention, "linear", recorded)
+    for module in (repro.models.latent_attention, repro.models.attention):
+        monkeypatch.setattr(module, "linear", recorded)
     for kind in KINDS:
         seen.clear()
         make = lambda kind=kind: MultiHeadLatentAttention(config_of(kind), rngs=nnx.Rngs(0))

@@ -2,7 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from repro.models import rope
+from repro.models import YarnConfig, rope
+from repro.models.rope import yarn_frequencies, yarn_length, yarn_logits, yarn_m
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -80,3 +81,54 @@ def test_far_positions_are_exact():
     x = np.zeros((1, 4097, 1, 4), np.float32)
     x[..., 0] = 1
     np.testing.assert_allclose(np.asarray(rope(jnp.asarray(x), 1.0))[0, -1, 0, 0], np.cos(4096.0), atol=1e-6)
+
+
+RELEASED = YarnConfig(factor=40.0, original=4096)
+"""DeepSeek-V3: 32 pairs, base 10,000."""
+
+
+def stretched(size, theta, yarn):
+    """The ramp from how often each pair turns in the original window, by looking for its ends among whole numbers."""
+    turns = lambda i: yarn.original / (2 * np.pi) * theta ** (-2 * i / size)
+    pairs = np.arange(-200, 200)
+    low = max(pairs[turns(pairs) >= yarn.beta_fast].max(), 0)
+    high = min(pairs[turns(pairs) <= yarn.beta_slow].min(), size - 1)
+    i = np.arange(size // 2)
+    kept = np.array([1.0 if p <= low else 0.0 if p >= high else (high - p) / (high - low) for p in i])
+    return theta ** (-2 * i / size) * (kept + (1 - kept) / yarn.factor), low, high
+
+
+@pytest.mark.parametrize(
+    ("size", "theta", "yarn"),
+    [
+        (64, 1e4, RELEASED),
+        (64, 5e4, YarnConfig(factor=32.0, original=4096, beta_fast=1.0, beta_slow=1.0)),  # Kimi K2: one step
+        (8, 100.0, YarnConfig(factor=4.0, original=64)),
+    ],
+)
+def test_yarn_slows_pairs_by_how_often_they_turn(size, theta, yarn):
+    want, low, high = stretched(size, theta, yarn)
+    got = yarn_frequencies(size, theta, yarn)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    plain = theta ** (-2 * np.arange(size // 2) / size)
+    np.testing.assert_array_equal(got[: low + 1], plain[: low + 1])
+    np.testing.assert_allclose(got[high:], plain[high:] / yarn.factor, rtol=1e-12)
+    for wrong in [plain, plain / yarn.factor]:
+        with pytest.raises(AssertionError):
+            np.testing.assert_allclose(got, wrong, rtol=1e-3)
+
+
+def test_yarn_of_the_released_model():
+    assert stretched(64, 1e4, RELEASED)[1:] == (10, 23)
+    assert round(yarn_m(1.0, 40.0), 4) == 1.3689 and round(yarn_logits(RELEASED), 3) == 1.874
+    assert yarn_length(RELEASED) == 1.0  # both m are equal, so only the logits grow
+    other = YarnConfig(factor=40.0, mscale=1.0, mscale_all_dim=0.0)
+    assert yarn_logits(other) == 1.0 and round(yarn_length(other), 4) == 1.3689
+
+
+def test_yarn_turns_and_lengthens():
+    yarn = YarnConfig(factor=4.0, original=64, mscale=2.0)
+    got = rope(jnp.asarray(X), THETA, yarn=yarn)
+    frequency, length = stretched(K, THETA, yarn)[0], (1 + 0.2 * np.log(4)) / (1 + 0.1 * np.log(4))
+    np.testing.assert_allclose(got, turned(X, frequency=lambda i: frequency[i]) * length, atol=2e-6)
+    np.testing.assert_array_equal(rope(jnp.asarray(X), THETA, yarn=YarnConfig()), rope(jnp.asarray(X), THETA))
