@@ -126,6 +126,10 @@ class Program:
         """Options of the model's call in a step: here what it carries beside its parameters, if anything."""
         return {"buffers": state.buffers} if state.buffers else {}
 
+    def observed(self, output: Output) -> Metrics:
+        """Further metrics of a step from the model's output: here none."""
+        return {}
+
     def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
         """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
         window_BT1 = window_BT1.astype(jnp.int32)
@@ -161,6 +165,7 @@ class Program:
             "head_logits": stats.max_logit,
             **_expert_metrics(stats),
             **_stream_metrics(stats),
+            **self.observed(output),
         }
         if self.config.weights != "fp32":
             params = self._stored(params, state)
