@@ -7,7 +7,7 @@ from repro.models.block import Block
 from repro.models.config import ModelConfig, Size, YarnConfig
 from repro.models.ffn import DenseFFN
 from repro.models.functional import swiglu
-from repro.models.hugging_face import config_from_hf, from_hf, load_hf, save_hf, to_hf
+from repro.models.hugging_face import assemble, config_from_hf, from_hf, load_hf, save_hf, take_apart, to_hf
 from repro.models.latent_attention import MultiHeadLatentAttention
 from repro.models.moe import LatentMoE, MoE
 from repro.models.moe_config import MoEConfig
@@ -26,7 +26,7 @@ __all__ = [
     "MODELS", "SIZES", "Block", "BlockAttnRes", "Buffer", "DenseFFN", "HyperConnections", "LatentMoE", "LayerNorm",
     "ManifoldHyperConnections", "MoE", "MoEConfig", "MoEStats", "ModelConfig", "MultiHeadAttention",
     "MultiHeadLatentAttention", "NamedModel", "Output", "RMSNorm", "ResidualConfig", "ResidualStats", "Size", "Stats",
-    "Transformer", "YarnConfig", "abstract", "by_group", "config_from_hf", "declarations", "from_hf", "functional",
-    "init_and_apply", "initial_buffers", "layer_norm", "load_hf", "parameter", "released", "rms_norm", "rope", "save_hf",
-    "scale_down", "soft_cap", "swiglu", "to_hf",
+    "Transformer", "YarnConfig", "abstract", "assemble", "by_group", "config_from_hf", "declarations", "from_hf",
+    "functional", "init_and_apply", "initial_buffers", "layer_norm", "load_hf", "parameter", "released", "rms_norm",
+    "rope", "save_hf", "scale_down", "soft_cap", "swiglu", "take_apart", "to_hf",
 ]  # fmt: skip

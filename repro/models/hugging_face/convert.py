@@ -15,7 +15,7 @@ from repro.models.config import ModelConfig
 from repro.models.hugging_face.families import read
 from repro.models.hugging_face.layout import parameters_of, separate_experts, tensors_of
 from repro.models.moe_config import MoEConfig
-from repro.models.transformer import Transformer, abstract
+from repro.models.transformer import Transformer, abstract, initial_buffers
 
 _SHOWN = 6
 """Tensors that a refusal names before it only counts."""
@@ -52,19 +52,31 @@ def from_hf(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Transforme
             f"Weights of this {reading.family.title} cannot be loaded, since it is not built whole"
             f"{f' ({said})' if said else ''}."
         )
-    return from_tensors(reading.model, weights)
+    return _filled(reading.model, weights)
 
 
-def from_tensors(config: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
-    """`from_hf` for a model configuration of this package."""
+def _filled(config: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
     tensors = separate_experts(weights, config)
-    _check(tensors, config)
-    params, buffers = parameters_of(tensors, config)
+    _check(tensors, config, *take_apart(abstract(config)))
+    return assemble(config, *parameters_of(tensors, config))
+
+
+def assemble(config: ModelConfig, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> Transformer:
+    """The module with the given parameters and buffers, nested dicts as `init_and_apply` and training have them;
+    without buffers with those of the start."""
     with nnx.set_graph_mode(False):
         graphdef, *states = nnx.split(abstract(config), nnx.Param, ...)
-        for state, values in zip(states, (params, buffers), strict=True):
-            nnx.replace_by_pure_dict(state, jax.tree.map(jax.numpy.asarray, values))
+        values = params, initial_buffers(config) if buffers is None else buffers
+        for state, given in zip(states, values, strict=True):
+            nnx.replace_by_pure_dict(state, jax.tree.map(jax.numpy.asarray, given))
         return nnx.merge(graphdef, *states)
+
+
+def take_apart(transformer: Transformer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parameters and buffers of a module, the inverse of `assemble`."""
+    with nnx.set_graph_mode(False):
+        params, buffers = nnx.split(transformer, nnx.Param, ...)[1:]
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(buffers)
 
 
 def to_hf(transformer: Transformer) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -73,11 +85,10 @@ def to_hf(transformer: Transformer) -> tuple[dict[str, Any], dict[str, np.ndarra
     Raises `ReproError` for a model that this layout has no fields for, naming the setting.
     """
     described = describe(transformer.config)
-    with nnx.set_graph_mode(False):
-        params, buffers = (nnx.to_pure_dict(s) for s in nnx.split(transformer, nnx.Param, ...)[1:])
+    params, buffers = jax.tree.map(np.asarray, take_apart(transformer))
     if transformer.config.moe.affinity == "softmax" and any(np.any(x) for x in jax.tree.leaves(buffers)):
         raise ReproError("DeepSeek-V2 has no selection bias, and that of this model is not zero.")
-    return described, {n: np.asarray(x) for n, x in tensors_of(params, buffers, transformer.config).items()}
+    return described, tensors_of(params, buffers, transformer.config)
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
@@ -113,8 +124,10 @@ def _check_described(config: ModelConfig, found: dict[str, Any]) -> None:
         raise ReproError(f"DeepSeek's layout has latent attention, and model.attention is {config.attention}.")
     if config.moe.affinity == "sqrt_softplus":
         raise ReproError("DeepSeek-V3's layout has no field for model.moe.affinity sqrt_softplus.")
-    again = config_from_hf(found)
-    for name, own, read_back in _compared(config, again):
+    again = read(found)
+    for note in again.fate("approximated"):
+        raise ReproError(f"DeepSeek-V2 has another {note.field}: {note.remark}.")
+    for name, own, read_back in _compared(config, again.model):
         if own != read_back:
             raise ReproError(f"DeepSeek's layout has no field for model.{name} {own}; it would be read as {read_back}.")
 
@@ -137,10 +150,10 @@ def _compared(config: ModelConfig, again: ModelConfig) -> list[tuple[str, Any, A
     return [row for row in rows if row[0] not in _FREE]
 
 
-def _check(tensors: Mapping[str, Any], config: ModelConfig) -> None:
-    with nnx.set_graph_mode(False):
-        shapes = [nnx.to_pure_dict(s) for s in nnx.split(abstract(config), nnx.Param, ...)[1:]]
-    wanted = {n: x.shape for n, x in jax.eval_shape(lambda *trees: tensors_of(*trees, config), *shapes).items()}
+def _check(tensors: Mapping[str, Any], config: ModelConfig, params: Any, buffers: Any) -> None:
+    """Refuses tensors that are not those of `config`, whose parameters and buffers are given as shapes."""
+    found = jax.eval_shape(lambda *trees: tensors_of(*trees, config), params, buffers)
+    wanted = {name: x.shape for name, x in found.items()}
     missing = [name for name in wanted if name not in tensors]
     extra = [name for name in tensors if name not in wanted]
     misshapen = [

@@ -60,7 +60,7 @@ class Fields:
 
     def keep(self, name: str, kind: type = int, default: Any = REQUIRED, *, remark: str = "") -> Any:
         """The field, which the model has too."""
-        given = self._left.get(name) is not None
+        given = name in self._left
         value = self.value(name, kind, default)
         if given:
             self.notes.append(Note(name, value, "kept", remark))

@@ -118,10 +118,12 @@ def _attention(block: Mapping[str, Any], config: ModelConfig) -> Tensors:
         }  # fmt: skip
     else:
         queries = {"q_proj": rows(block["q_DHJ"])}
+    # Plain arrays stay plain: a checkpoint is no program to compile.
+    joined = (np if isinstance(block["k_rope_DR"], np.ndarray) else jnp).concatenate
     own = queries | {
-        "kv_a_proj_with_mqa": jnp.concatenate([block["kv_down_DC"], block["k_rope_DR"]], 1).T,
+        "kv_a_proj_with_mqa": joined([block["kv_down_DC"], block["k_rope_DR"]], 1).T,
         "kv_a_layernorm": block["kv_norm"]["gain"],
-        "kv_b_proj": rows(jnp.concatenate([block["k_up_CHK"], block["v_up_CHV"]], 2)),
+        "kv_b_proj": rows(joined([block["k_up_CHK"], block["v_up_CHV"]], 2)),
         "o_proj": block["o_HVD"].reshape(-1, config.width).T,
     }
     return {f"self_attn.{name}": x for name, x in own.items()}
