@@ -42,7 +42,7 @@ def save_hf(transformer: Transformer, folder: str | Path) -> None:
             raise ReproError(f"{folder / name} exists; give an empty folder.")
     folder.mkdir(parents=True, exist_ok=True)
     # The weights first: a folder with a config.json is whole.
-    save_file({n: np.ascontiguousarray(x) for n, x in weights.items()}, folder / _ONE, metadata={"format": "pt"})
+    save_file(weights, folder / _ONE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

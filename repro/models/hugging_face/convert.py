@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,8 @@ def from_hf(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Transforme
 
 def _filled(config: ModelConfig, weights: Mapping[str, Any]) -> Transformer:
     tensors = separate_experts(weights, config)
-    _check(tensors, config, *take_apart(abstract(config)))
+    with nnx.set_graph_mode(False):
+        _check(tensors, config, *map(nnx.to_pure_dict, _structure(config)[1:]))
     return assemble(config, *parameters_of(tensors, config))
 
 
@@ -65,11 +67,19 @@ def assemble(config: ModelConfig, params: Mapping[str, Any], buffers: Mapping[st
     """The module with the given parameters and buffers, nested dicts as `init_and_apply` and training have them;
     without buffers with those of the start."""
     with nnx.set_graph_mode(False):
-        graphdef, *states = nnx.split(abstract(config), nnx.Param, ...)
+        graphdef, *states = _structure(config)
+        states = [jax.tree.map(lambda leaf: leaf, state) for state in states]
         values = params, initial_buffers(config) if buffers is None else buffers
         for state, given in zip(states, values, strict=True):
             nnx.replace_by_pure_dict(state, jax.tree.map(jax.numpy.asarray, given))
         return nnx.merge(graphdef, *states)
+
+
+@functools.lru_cache(maxsize=8)
+def _structure(config: ModelConfig) -> tuple[Any, ...]:
+    """Graph, parameters and buffers, with shapes in place of arrays."""
+    with nnx.set_graph_mode(False):
+        return nnx.split(abstract(config), nnx.Param, ...)
 
 
 def take_apart(transformer: Transformer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,7 +98,9 @@ def to_hf(transformer: Transformer) -> tuple[dict[str, Any], dict[str, np.ndarra
     params, buffers = jax.tree.map(np.asarray, take_apart(transformer))
     if transformer.config.moe.affinity == "softmax" and any(np.any(x) for x in jax.tree.leaves(buffers)):
         raise ReproError("DeepSeek-V2 has no selection bias, and that of this model is not zero.")
-    return described, tensors_of(params, buffers, transformer.config)
+    # In order: safetensors writes the memory of a transposed view as it lies, without a word.
+    tensors = tensors_of(params, buffers, transformer.config)
+    return described, {name: np.ascontiguousarray(x) for name, x in tensors.items()}
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
