@@ -280,6 +280,10 @@ def width_point(width: int) -> str:
     return f"d{width}"
 
 
+def fit_point(width: int) -> str:
+    return f"fit d{width}"
+
+
 def plan(preset: WidthPreset):
     """All rules are one model at the base width, which is trained once."""
     wide = [arm.name for arm in ARMS if preset.ablation or arm.name != "embedding"]
@@ -313,7 +317,7 @@ def derive(runs):
                 trained = "standard" if size == sizes[0] else arm
                 three = [test[trained, size, seed, point] for point in POINTS]
                 found.append(lowest([r.rate for r in three], [r.metrics["loss"] for r in three]))
-                yield Run(arm, seed, {"best_log2_rate": found[-1]}, point=width_point(SIZES[size].width))
+                yield Run(arm, seed, {"best_log2_rate": found[-1]}, point=fit_point(SIZES[size].width))
             drifts[arm, seed] = float(slope(widths, found))
     for (arm, seed), drift in drifts.items():
         other = drifts["mup" if arm == "standard" else "standard", seed]
@@ -360,10 +364,11 @@ def checks(preset: WidthPreset) -> Iterator[Run]:
 
 
 _WIDTHS = tuple((width_point(width), float(width)) for width in (32, 64, 128, 256, 512))
+_FITS = tuple((fit_point(width), float(width)) for width in (32, 64, 128))
 FIGURES = (
     Dose("coordinates", "feature_change", "Coordinate check", "width", "RMS change of the first block's output", points=_WIDTHS,
          arms=("standard", "mup"), log_x=2, log_y=True),
-    Dose("best_rate", "best_log2_rate", "Best rate against width", "width", "log2 of the best rate", points=_WIDTHS, log_x=2),
+    Dose("best_rate", "best_log2_rate", "Best rate against width", "width", "log2 of the best rate", points=_FITS, log_x=2),
     Ladder("rates", "loss", "Validation loss against the rate", "loss (nats per byte)", log=False),
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip

@@ -62,6 +62,17 @@ def test_claims_and_controls_of_the_transfer():
     assert tried == {0.02 / 2**i for i in range(5)}  # the search went on to 2^-9.6, and past 2^-9 = 0.002
 
 
+def test_both_parts_of_the_full_preset_fit_into_one_table(monkeypatch):
+    """The coordinate check and the best rates name their points apart."""
+    shape = (len(CPU.coordinate_seeds), 1, 1, 4)
+    grown = lambda config, seeds, windows: (np.zeros(shape), np.full(shape, config.model.width / 32))
+    monkeypatch.setattr(MODULE, "changes", grown)
+    runs = gather(EXPERIMENT, CPU, trained(as_claimed, lambda arm: 2.0))
+    found = {v.variant: v for v in decide_all(EXPERIMENT.claims_for(CPU), runs)}
+    assert found["features move with width under standard rates"].label == "supported"
+    assert found["features move alike under muP"].label == "contradicted"
+
+
 def test_other_worlds():
     exchanged = labels(lambda arm, n: -7.0 - (0.1 if arm == "standard" else 1.0) * n)
     assert exchanged["standard: the best rate falls"].label == "contradicted"
