@@ -20,7 +20,7 @@ def hidden_statistics(h: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 class DenseFFN(nnx.Module):
-    """down(h) without biases, where h = `activate`(gate(x), up(x)), or of up(x) alone where `config.glu` has no gate."""
+    """down(h) without biases, h = `activate`(gate(x), up(x)), or of up(x) alone where `config.glu` has no gate."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         D, F = config.width, config.ffn
@@ -31,14 +31,19 @@ class DenseFFN(nnx.Module):
         self.up_DF = parameter(matrix(config, rngs.params(), (D, F), branch=True), **shape)
         self.down_FD = parameter(matrix(config, rngs.params(), (F, D), writer=True, branch=True), **shape)
 
+    def hidden(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """The hidden units [B, T, F]."""
+        g_BTF = None if self.config.glu == "gelu" else self._linear(x_BTD, self.gate_DF[...], key, 0)
+        return activate(self.config, g_BTF, self._linear(x_BTD, self.up_DF[...], key, 1))
+
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, FFNRecord]:
         """The output [B, T, D] and its record. `key` is for policies that round stochastically."""
-        config = self.config
-        apply = lambda x, w, i: linear(x, w, config, "ffn", folded(key, i))
-        g_BTF = None if config.glu == "gelu" else apply(x_BTD, self.gate_DF[...], 0)
-        h_BTF = activate(config, g_BTF, apply(x_BTD, self.up_DF[...], 1))
+        h_BTF = self.hidden(x_BTD, key)
         record, down_FD = FFNRecord(*hidden_statistics(h_BTF)), self.down_FD[...]
-        if config.glu == "smooth":  # the down projection quantises smooth units and scaled rows
+        if self.config.glu == "smooth":  # the down projection quantises smooth units and scaled rows
             h_BTF, scale_F = smoothed(h_BTF)
             down_FD = scale_F[:, None] * down_FD
-        return apply(h_BTF, down_FD, 2), record
+        return self._linear(h_BTF, down_FD, key, 2), record
+
+    def _linear(self, x: jax.Array, w: jax.Array, key: jax.Array | None, number: int) -> jax.Array:
+        return linear(x, w, self.config, "ffn", folded(key, number))
