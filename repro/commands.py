@@ -170,10 +170,15 @@ def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, change
 def _stored_preset(experiment: Any, record: dict, where: Path) -> Any:
     import pydantic
 
-    # All presets of an experiment are of one class, its own or that of `repro.train`.
-    kind = type(next(iter(experiment.presets.values())))
+    # All presets of an experiment are of one class, its own or that of `repro.train`, and so are their settings of a run,
+    # which may be of a class with more fields than the preset's declaration knows.
+    own = next(iter(experiment.presets.values()))
+    as_own = lambda value, like: pydantic.TypeAdapter(type(like)).validate_python(value)
     try:
-        return pydantic.TypeAdapter(kind).validate_python(record["preset"])
+        fields = dict(record["preset"])
+        if hasattr(own, "train"):
+            fields["train"] = as_own(fields["train"], own.train)
+        return as_own(fields, own)
     except (KeyError, pydantic.ValidationError) as error:
         raise ReproError(
             f"{where}/run.json does not hold a preset of this version; it was edited or is of another version."

@@ -1,10 +1,14 @@
 """Experiments are found by name: those that are shipped, and those of the working directory."""
 
+import dataclasses
+import json
 import sys
 
 import pytest
 
 from repro import catalogue
+from repro.claims.canonical import plain
+from repro.commands import _stored_preset
 from repro.errors import ReproError
 
 
@@ -31,3 +35,12 @@ def test_ones_own_experiments(toy, tmp_path, monkeypatch):
     (tmp_path / "experiments" / "empty.py").write_text("x = 1\n")
     with pytest.raises(ReproError, match="defines no EXPERIMENT"):
         catalogue.load("empty")
+
+
+def test_every_preset_comes_back_from_a_record(tmp_path):
+    """Also the settings of runs that an experiment has added to those of the engine."""
+    for name in catalogue.names():
+        experiment = catalogue.load(name)
+        for preset in experiment.presets.values():
+            record = {"preset": json.loads(json.dumps(plain(dataclasses.asdict(preset))))}
+            assert _stored_preset(experiment, record, tmp_path) == preset, name
