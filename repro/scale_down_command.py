@@ -65,7 +65,7 @@ def _config(name: str) -> dict[str, Any]:
     if name in RELEASED and not path.exists():
         return released(name)
     if not path.exists():
-        raise ReproError(f"{name} does not exist; give a config.json, its folder, or one of {', '.join(RELEASED)}.")
+        raise ReproError(f"{path} does not exist; give a config.json, its folder, or one of {', '.join(RELEASED)}.")
     return read_json(path)
 
 

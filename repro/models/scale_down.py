@@ -154,10 +154,11 @@ class _Scaling:
             for name in numbers:
                 self._row(f"moe.{name}", getattr(moe, name), getattr(moe, name), getattr(moe, name))
             return {name: getattr(moe, name) for name in numbers}
-        if not 2 <= self.experts < moe.experts:
-            raise ReproError(f"experts is {self.experts}; it must be between 2 and the model's own {moe.experts}.")
+        # The normalised gate of one active expert is 1 and teaches the router nothing; so two, and one not chosen.
+        if not 3 <= self.experts < moe.experts:
+            raise ReproError(f"experts is {self.experts}; it must be between 3 and the model's own {moe.experts}.")
         E = self.experts
-        active = min(max(2, round(moe.active * E / moe.experts)), moe.active, E - 1 if moe.active < moe.experts else E)
+        active = min(max(2, round(moe.active * E / moe.experts)), moe.active)
         # A group is judged by its two best experts, so it needs two.
         groups = max(
             g for g in range(1, moe.groups + 1) if moe.groups % g == 0 and E % g == 0 and (g == 1 or E // g >= 2)

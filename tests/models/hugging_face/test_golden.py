@@ -67,9 +67,21 @@ def test_wrong_experts_of_the_right_shape_are_another_model(golden, run, wrong):
     assert is_off(golden, run, from_hf(golden.config, separate(golden.weights, **wrong)))
 
 
-def test_the_other_pairs_of_rope_are_another_model(golden):
-    other = from_hf(golden.config | {"rope_interleave": False}, golden.weights)
-    assert is_off(golden, program(other.config), other)
+def test_the_other_pairs_of_rope_are_another_model(golden, run):
+    """Rotary rows i and i + R / 2 made neighbours, in queries and keys: half-split pairs by the interleaved program."""
+    R = golden.config["qk_rope_head_dim"]
+    order = np.arange(R).reshape(2, -1).T.reshape(-1)
+
+    def halved(name, w):
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            return np.concatenate([w[:-R], w[-R:][order]])
+        if name.endswith("q_b_proj.weight"):
+            heads = w.reshape(golden.config["num_attention_heads"], -1, w.shape[1])
+            return np.concatenate([heads[:, :-R], heads[:, -R:][:, order]], 1).reshape(w.shape)
+        return w
+
+    assert not from_hf(golden.config | {"rope_interleave": False}, golden.weights).config.rope_interleaved
+    assert is_off(golden, run, from_hf(golden.config, {n: halved(n, w) for n, w in golden.weights.items()}))
 
 
 def test_gates_with_the_selection_bias_are_another_model(golden, monkeypatch):
