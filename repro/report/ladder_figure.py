@@ -1,6 +1,8 @@
 """A final scalar against the learning rate."""
 
+import dataclasses
 import math
+import statistics
 from collections import defaultdict
 
 from matplotlib.axes import Axes
@@ -21,6 +23,8 @@ def ladder_figure(spec: Ladder, experiment: Experiment, runs: Runs) -> Figure | 
     rows = [row for row in runs if row.arm in names and spec.metric in row.metrics and row.rate > 0]
     if not rows:
         return None
+    if not spec.log:
+        rows = _without_far_ones(rows, spec.metric)
     sizes = list(dict.fromkeys(row.size for row in rows))
     arms = [arm for arm in experiment.arms if any(row.arm == arm.name for row in rows)]
     handles = [Line2D([], [], label=arm.label, **arm_style(experiment, arm.name)) for arm in arms]
@@ -46,9 +50,17 @@ def ladder_figure(spec: Ladder, experiment: Experiment, runs: Runs) -> Figure | 
         log_scale(axes[0].yaxis, [row.metrics[spec.metric] for row in rows])
     lost = any(not math.isfinite(row.metrics[spec.metric]) for row in rows)
     note = "line: mean over seeds; dots: single seeds"
-    note += "; cross at the upper edge: runs of that arm diverged" if lost else ""
+    note += "; cross at the upper edge: runs of that arm diverged, or lie far above" if lost else ""
     add_legend(figure, handles, note)
     return figure
+
+
+def _without_far_ones(rows: list[Run], metric: str) -> list[Run]:
+    """Values of more than ten times the median are infinite here: on a linear axis they would flatten all others."""
+    finite = [row.metrics[metric] for row in rows if math.isfinite(row.metrics[metric])]
+    limit = 10 * abs(statistics.median(finite)) if finite else math.inf
+    far = lambda row: row.metrics[metric] > limit
+    return [dataclasses.replace(row, metrics={metric: math.inf}) if far(row) else row for row in rows]
 
 
 def _phase_handle(phase: str) -> Line2D:
