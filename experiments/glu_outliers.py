@@ -316,90 +316,92 @@ def plan(preset: GluPreset):
 
 def checks(preset: GluPreset) -> list[Run]:
     """The forms against what they are said to be, and wrong forms beside them."""
-    return [Run(name, 0, metrics, point="") for name, metrics in definitions().items()]
+    found = {arm: {name: float(v) for name, v in row.items()} for arm, row in measured().items()}
+    z = np.asarray(_DISTANCES)
+    for arm, away in jax.tree.map(lambda d: np.asarray(d, np.float64), departures()).items():
+        orders = [np.polyfit(np.log(z[:20]), np.log(of_branch[:20]), 1)[0] for of_branch in away]
+        found.setdefault(arm, {}).update(
+            order=max(orders, key=lambda order: abs(order - 2)), one_percent_at=float(np.interp(0.01, away[0], z))
+        )
+    return [Run(arm, 0, metrics) for arm, metrics in found.items()]
 
 
-def definitions() -> dict[str, dict[str, float]]:
-    """What is measured of the forms, and of wrong ones.
+def _capped_sigmoid(g: jax.Array, u: jax.Array) -> jax.Array:
+    gate = 4 * jnp.tanh(g / 4)
+    return gate * jax.nn.sigmoid(gate) * 25 * jnp.tanh(u / 25)
 
-    at_3_5: the unit at gate 3 and branch 5. largest: of |unit|. order: power of |z| / beta with which a branch leaves
-    SwiGLU's, the further from 2 of both. one_percent_at: |z| / beta where it has left by 1 %. slope_at_20: of the gate.
-    wrong_slopes: slopes that are not 0 where a branch is clamped, or not SwiGLU's elsewhere. power: of the growth of
-    the unit with both inputs between 1e6 and 1e9. largest_gate: of the gate up to 1e9. nan_slopes: slopes of the gate
-    that are NaN.
+
+def _clamped_below(g: jax.Array, u: jax.Array) -> jax.Array:
+    return clamped_swiglu(jnp.where(g < -10, -10.0, g), u, 10.0)
+
+
+def _unsafe_power(g: jax.Array, u: jax.Array) -> jax.Array:
+    return u * jax.nn.sigmoid(g) * jnp.where(g > 0, g ** (3 / (jnp.sqrt(g) + 1)), g)
+
+
+FORMS = {
+    "situ_form": (situ_glu, ("at_3_5", "largest", "slope_at_20")),
+    "capped_sigmoid": (_capped_sigmoid, ("at_3_5",)),
+    "gate_alone": (lambda g, u: situ_glu(g, u, 4.0, math.inf), ("largest",)),
+    "clamp_form": (lambda g, u: clamped_swiglu(g, u, 10.0), ("largest", "wrong_slopes", "slope_at_20")),
+    "clamped_below": (_clamped_below, ("largest", "wrong_slopes")),
+    "powlu_form": (lambda g, u: powlu(u, g), ("power", "largest_gate", "nan_slopes")),
+    "swiglu_form": (swiglu, ("power", "largest_gate")),
+    "unsafe_power": (_unsafe_power, ("nan_slopes",)),
+}
+"""Forms by name, right and wrong, as functions of gate and branch, and what is measured of each."""
+
+
+@jax.jit
+def measured() -> dict[str, dict[str, jax.Array]]:
+    """What `FORMS` asks for.
+
+    at_3_5: the unit at gate 3 and branch 5. largest: of |unit|. slope_at_20: of the gate, at branch 1. wrong_slopes:
+    slopes that are not 0 where a branch is clamped, or not SwiGLU's elsewhere. power: of the growth of the unit with
+    both inputs from 1e6 to 1e9. largest_gate: of the gate up to 1e9. nan_slopes: slopes of the gate that are NaN.
     """
     line = np.concatenate([-np.geomspace(1e4, 1e-3, 60), [0.0], np.geomspace(1e-3, 1e4, 60)]).astype(np.float32)
     g, u = (jnp.asarray(m.ravel()) for m in np.meshgrid(line, line))
+    far, gates = jnp.asarray([1e6, 1e9], jnp.float32), jnp.asarray(np.geomspace(1e-3, 1e9, 2000), jnp.float32)
+    slopes = lambda f, g, u: jax.grad(lambda g, u: f(g, u).sum(), (0, 1))(g, u)
+    right_g = jnp.where(g > 10, 0.0, slopes(swiglu, g, jnp.clip(u, -10, 10))[0])
+    right_u = jnp.where(jnp.abs(u) > 10, 0.0, slopes(swiglu, jnp.minimum(g, 10), u)[1])
 
-    def capped_sigmoid(g, u):
-        gate = 4 * jnp.tanh(g / 4)
-        return gate * jax.nn.sigmoid(gate) * 25 * jnp.tanh(u / 25)
+    def wrong(f):
+        by_g, by_u = slopes(f, g, u)
+        return (by_g != right_g).sum() + (by_u != right_u).sum()
 
-    def clamped_below(g, u):
-        gate = jnp.where(jnp.abs(g) > 10, 10 * jnp.sign(g), g)
-        return clamped_swiglu(gate, u, 10.0)
+    def power(f):
+        ends = jnp.log(f(far, far))
+        return (ends[1] - ends[0]) / math.log(1e3)
 
-    def unsafe_power(x1, x2):
-        return x1 * jax.nn.sigmoid(x2) * jnp.where(x2 > 0, x2 ** (3 / (jnp.sqrt(x2) + 1)), x2)
-
-    gate_alone = lambda g, u: situ_glu(g, u, 4.0, math.inf)
-    clamp_form = lambda g, u: clamped_swiglu(g, u, 10.0)
-    soft_sign = lambda z, beta: z / (1 + jnp.abs(z) / beta)
-    slope = lambda f, g: jax.vmap(jax.grad(lambda v: f(v, jnp.float32(1.0))))(jnp.asarray(g, jnp.float32))
-    largest = lambda f: float(jnp.abs(f(g, u)).max())
-
-    def leaves(cap) -> dict[str, float]:
-        z = np.geomspace(0.02, 0.2, 40)
-        away = [1 - np.asarray(cap(jnp.asarray(z * b, jnp.float32), b), np.float64) / (z * b) for b in (4.0, 25.0)]
-        orders = [np.polyfit(np.log(z[:20]), np.log(d[:20]), 1)[0] for d in away]
-        return {
-            "order": max(orders, key=lambda order: abs(order - 2)),
-            "one_percent_at": float(np.interp(0.01, away[0], z)),
-        }
-
-    def situ_branch(z, beta):
-        """One branch of SiTU-GLU over the factor that SwiGLU has there too."""
-        if beta == 4.0:
-            return situ_glu(z, jnp.ones_like(z), 4.0, math.inf) / jax.nn.sigmoid(z)
-        return situ_glu(jnp.ones_like(z), z, math.inf, 25.0) / jax.nn.sigmoid(1.0)
-
-    def wrong_slopes(f) -> float:
-        by_g, by_u = jax.grad(lambda g, u: f(g, u).sum(), (0, 1))(g, u)
-        plain = jax.grad(lambda g, u: swiglu(g, u).sum(), (0, 1))(g, jnp.clip(u, -10, 10))
-        limited = jax.grad(lambda g, u: swiglu(g, u).sum(), (0, 1))(jnp.minimum(g, 10), u)
-        right_g = jnp.where(g > 10, 0.0, plain[0])
-        right_u = jnp.where(jnp.abs(u) > 10, 0.0, limited[1])
-        return float((by_g != right_g).sum() + (by_u != right_u).sum())
-
-    def grows(f) -> dict[str, float]:
-        far = jnp.asarray([1e6, 1e9], jnp.float32)
-        ends = np.log(np.asarray(f(far, far), np.float64))
-        gates = f(jnp.float32(1.0), jnp.asarray(np.geomspace(1e-3, 1e9, 2000), jnp.float32))
-        return {"power": float((ends[1] - ends[0]) / np.log(1e3)), "largest_gate": float(gates.max())}
-
-    at = lambda f: {"at_3_5": float(f(jnp.float32(3.0), jnp.float32(5.0)))}
-    slopes = lambda f: {"nan_slopes": float(jnp.isnan(slope(lambda x2, x1: f(x1, x2), line)).sum())}
-    situ_gate = float(slope(gate_alone, [20.0])[0])
-    return {
-        "situ_form": at(situ_glu) | leaves(situ_branch) | {"largest": largest(situ_glu), "slope_at_20": situ_gate},
-        "capped_sigmoid": at(capped_sigmoid),
-        "gate_alone": {"largest": largest(gate_alone)},
-        "soft_sign": leaves(soft_sign),
-        "clamp_form": {
-            "largest": largest(clamp_form), "wrong_slopes": wrong_slopes(clamp_form),
-            "slope_at_20": float(slope(clamp_form, [20.0])[0]),
-        },
-        "clamped_below": {"largest": largest(clamped_below), "wrong_slopes": wrong_slopes(clamped_below)},
-        "powlu_form": grows(powlu) | slopes(powlu),
-        "swiglu_form": grows(lambda x1, x2: swiglu(x2, x1)),
-        "unsafe_power": slopes(unsafe_power),
-    }  # fmt: skip
+    measures = {
+        "at_3_5": lambda f: f(jnp.float32(3.0), jnp.float32(5.0)),
+        "largest": lambda f: jnp.abs(f(g, u)).max(),
+        "slope_at_20": lambda f: jax.grad(f)(jnp.float32(20.0), jnp.float32(1.0)),
+        "wrong_slopes": wrong,
+        "power": power,
+        "largest_gate": lambda f: f(gates, jnp.ones_like(gates)).max(),
+        "nan_slopes": lambda f: jnp.isnan(slopes(f, line, jnp.ones_like(line))[0]).sum(),
+    }
+    return {arm: {name: measures[name](f) for name in names} for arm, (f, names) in FORMS.items()}
 
 
-CHECKED = (
-    "situ_form", "capped_sigmoid", "gate_alone", "soft_sign", "clamp_form", "clamped_below", "powlu_form",
-    "swiglu_form", "unsafe_power",
-)  # fmt: skip
+_DISTANCES = tuple(np.geomspace(0.02, 0.2, 40))
+"""|z| / beta at which branches are compared."""
+
+
+@jax.jit
+def departures() -> dict[str, jax.Array]:
+    """1 - ratio of a branch to SwiGLU's, at those distances, of the gate and of the other branch [2, 40]."""
+    z = jnp.asarray(_DISTANCES, jnp.float32)
+    soft_sign = 1 - 1 / (1 + z)
+    one = jnp.ones_like(z)
+    gate = situ_glu(4 * z, one, 4.0, math.inf) / swiglu(4 * z, one)
+    up = situ_glu(one, 25 * z, math.inf, 25.0) / swiglu(one, 25 * z)
+    return {"situ_form": jnp.stack([1 - gate, 1 - up]), "soft_sign": jnp.stack([soft_sign, soft_sign])}
+
+
 FIGURES = (
     Curve("hidden", "hidden_max", "Largest hidden unit at ten times the best rate", "largest |unit|", point="stress",
           log=True, line=100.0, line_label="bound of SiTU-GLU and of the clamp"),
@@ -429,7 +431,7 @@ EXPERIMENT = Experiment(
     presets=PRESETS,
     plan=plan,
     checks=checks,
-    check_arms=CHECKED,
+    check_arms=(*FORMS, "soft_sign"),
     figures=FIGURES,
 )
 
