@@ -198,6 +198,17 @@ def test_ladder_has_means_and_every_seed(experiment, runs):
     assert linear.axes[0].get_yscale() == "linear"
 
 
+def test_a_value_far_above_the_others_does_not_flatten_a_linear_ladder(experiment, runs):
+    spec = Ladder("l", "loss", "title", "loss", arms=("adamw",), log=False)
+    worst = max(run.metrics["loss"] for run in runs.select("adamw") if math.isfinite(run.metrics["loss"]))
+    far = Runs(
+        dataclasses.replace(run, metrics=run.metrics | {"loss": 1e9}) if run.rate == 3e-4 else run for run in runs
+    )
+    axes = figure(spec, experiment, pl.DataFrame(), far, ()).axes[1]
+    assert axes.get_ylim()[1] < 3 * worst
+    assert sum(line.get_marker() == "x" for line in axes.lines) == 2, "it is marked at the upper edge"
+
+
 def test_effects_have_dots_intervals_bounds_and_the_line_of_no_effect(experiment, verdicts):
     drawn = figure(Effects("e", "title"), experiment, pl.DataFrame(), Runs(), verdicts)
     ratio, difference, relative, value = drawn.axes
