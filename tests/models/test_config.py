@@ -5,6 +5,7 @@ import pytest
 
 from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig, YarnConfig
+from repro.models.config import SIZES as SHAPES
 from repro.models.config import QKNorm
 
 
@@ -29,7 +30,7 @@ def test_one_family_in_width_alone():
     assert len({s.width for s in family}) == 3
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_every_size_is_a_valid_config_that_keeps_the_switches(name):
     switches = ModelConfig(qk_norm="layer", soft_cap=30.0, rope_theta=5.0, compute_dtype="bfloat16", vocab_size=7)
     size, config = SIZES[name], SIZES[name].apply(switches)

@@ -6,12 +6,13 @@ import pytest
 from flax import nnx
 
 from repro.models import SIZES, Block, ModelConfig, declarations, init_and_apply
+from repro.models.config import SIZES as SHAPES
 from repro.models.transformer import abstract
 from repro.optim import Layout, Part, Parts, check_layouts, describe, from_declarations, per_head, split_parts
 
 CONFIGS = {
     f"{size} {norm}": dataclasses.replace(SIZES[size].apply(ModelConfig()), qk_norm=norm)
-    for size, norm in zip(SIZES, ["none", "rms", "layer"] * 3, strict=False)
+    for size, norm in zip(SHAPES, ["none", "rms", "layer"] * 3, strict=False)
 }
 STACKED = dataclasses.replace(SIZES["m"].apply(ModelConfig()), qk_norm="layer")
 
