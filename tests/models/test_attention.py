@@ -236,14 +236,16 @@ def test_unit_length_starts_where_the_norm_without_gain_does():
     np.testing.assert_allclose(module(norms["l2"], one, X)[0], module(norms["rms_plain"], two, X)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["plain", "l2"])
-def test_a_norm_makes_the_gradient_orthogonal_to_the_weights(kind):
+@pytest.mark.parametrize("kind", ["plain", "l2", "v4", "gate, sink and yarn"])
+def test_everything_learns_and_with_a_norm_only_across_the_weights(kind):
     config = dataclasses.replace(config_of(kind), norm_eps=1e-12)
     loss = lambda w: (with_weights(config, w)(jnp.asarray(X))[0] ** 3).mean()
     w = make_weights(kind)
     g = jax.jit(jax.grad(loss))(w)
     along = [float((g[n] * w[n]).sum()) / float(np.abs(g[n] * w[n]).sum()) for n in ("q_DHK", "k_DHK")]
-    assert (np.abs(along) < 1e-5).all() == (kind == "l2") and (kind == "l2" or np.abs(along).min() > 1e-3)
+    normed = config.qk_norm != "none"
+    assert (np.abs(along) < 1e-5).all() == normed and (normed or np.abs(along).min() > 1e-3)
+    assert set(g) == set(w) and all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in g.values())
 
 
 def test_a_sink_takes_from_the_output_and_not_from_the_statistics():
