@@ -119,9 +119,10 @@ def test_layers_draw_noise_of_their_own(noisy):
 
 def test_names_and_roles():
     assert precision_of("ffn=mxfp4, head=bf16").roles() == {
-        "attention": "plain", "ffn": "mxfp4", "embedding": "plain", "head": "bf16", "norm": "plain"
+        "attention": "plain", "ffn": "mxfp4", "embedding": "plain", "head": "bf16", "norm": "plain",
+        "experts": "plain", "router": "plain",
     }  # fmt: skip
-    assert {"plain", "bf16", "v3", "mxfp8", "mxfp4_w", "nvfp4", "k3_qat"} <= set(PRECISIONS)
+    assert {"plain", "bf16", "v3", "mxfp8", "mxfp4_w", "nvfp4", "k3_qat", "k3_qat_experts"} <= set(PRECISIONS)
     assert all(name in POLICIES for p in PRECISIONS.values() for name in p.roles().values() if name != "plain")
 
 
@@ -129,7 +130,7 @@ def test_names_and_roles():
     ("text", "said"),
     [
         ("v4", "unknown"),
-        ("router=mxfp8", "roles are"),
+        ("gate=mxfp8", "roles are"),
         ("ffn=mxfp8,ffn=bf16", "once"),
         ("ffn=fp3", "fp3"),
         ("", "unknown"),
