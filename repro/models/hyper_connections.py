@@ -34,22 +34,24 @@ def _balanced(logits_NNBT: jax.Array, iterations: int, eps: float) -> jax.Array:
     else:
         first = jax.nn.softmax(first, 1)
 
-    # All later rounds only scale rows and columns. The two vectors are less to compute and to keep than the matrix.
-    def round_(scales: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], None]:
-        row_NBT, column_NBT = scales
-        column_NBT /= column_NBT * (first * row_NBT[:, None]).sum(0) + eps
-        row_NBT /= row_NBT * (first * column_NBT[None]).sum(1) + eps
-        return (row_NBT, column_NBT), None
+    def half_round(m_NNBT: jax.Array, _: None) -> tuple[jax.Array, None]:
+        # Slices are added one by one, since XLA's reduction over a leading axis took 20 times as long on a CPU.
+        total_NBT = sum(m_NNBT[i] for i in range(len(m_NNBT)))
+        return (m_NNBT / (total_NBT + eps)).swapaxes(0, 1), None
 
-    ones = jnp.ones_like(first[0])
-    (row_NBT, column_NBT), _ = jax.lax.scan(round_, (ones, ones), length=iterations - 1)
-    return row_NBT[:, None] * first * column_NBT[None]
+    return jax.lax.scan(half_round, first, length=2 * (iterations - 1))[0]
+
+
+def _narrow(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x w for a w with few columns."""
+    # The gradient of w.T has long rows, which takes a quarter of the time; the barrier keeps XLA from turning it back.
+    return x @ jax.lax.optimization_barrier(w.T).T
 
 
 def _projected(x_BTND: jax.Array, phi: jax.Array, eps: float) -> jax.Array:
     """(x phi) / rms(x) over all streams of a token at once (mHC, eq. 14 to 16), tokens last."""
     x = x_BTND.astype(jnp.float32).reshape(*x_BTND.shape[:2], -1)
-    z_BTK = x @ phi / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    z_BTK = _narrow(x, phi) * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
     return jnp.moveaxis(z_BTK, -1, 0)
 
 
@@ -109,23 +111,66 @@ def hyper_maps(
     alpha tanh(theta x~) + bias, with x~ the RMSNorm of each stream by itself. `theta_DM` has M = 2 + N columns
     [reading | writing | rows of the mixing matrix], `bias` is as in `mhc_maps`; tokens last."""
     N, x = x_BTND.shape[2], x_BTND.astype(jnp.float32)
-    z_BTNM = x @ theta_DM * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + norm_eps)
+    z_BTNM = _narrow(x, theta_DM) * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + norm_eps)
     z_MNBT = jnp.tanh(z_BTNM.transpose(3, 2, 0, 1))
     pre, post, res = _raw(z_MNBT.reshape(-1, *z_MNBT.shape[2:]), bias, alpha, N)
     return pre, post, res.reshape(N, N, *res.shape[1:])
 
 
+# The derivatives are written out: XLA's own of the slices below are sums of padded copies of all streams, with which a
+# training step on a CPU took four times as long.
+
+
+@jax.custom_vjp
 def read_streams(x_BTND: jax.Array, pre_NBT: jax.Array) -> jax.Array:
     """sum_i pre_i x_i: what the sublayer's norm sees, [B, T, D], in the type of x."""
-    terms = (pre_NBT[i, ..., None] * x_BTND[:, :, i] for i in range(len(pre_NBT)))
-    return sum(terms).astype(x_BTND.dtype)
+    return _sum(pre_NBT, x_BTND).astype(x_BTND.dtype)
 
 
+def _sum(weights_NBT: jax.Array, x_BTND: jax.Array) -> jax.Array:
+    return sum(weights_NBT[i, ..., None] * x_BTND[:, :, i] for i in range(len(weights_NBT)))
+
+
+def _read_forward(x_BTND: jax.Array, pre_NBT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return read_streams(x_BTND, pre_NBT), (x_BTND, pre_NBT)
+
+
+def _read_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTND, pre_NBT = saved
+    dx_BTND = jnp.stack([w_BT[..., None] * g_BTD for w_BT in pre_NBT], 2)
+    return dx_BTND.astype(x_BTND.dtype), _products("btd,btnd->nbt", g_BTD, x_BTND)
+
+
+def _products(subscripts: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, *arrays, preferred_element_type=jnp.float32)
+
+
+read_streams.defvjp(_read_forward, _read_backward)
+
+
+@jax.custom_vjp
 def write_streams(x_BTND: jax.Array, y_BTD: jax.Array, post_NBT: jax.Array, res_NNBT: jax.Array) -> jax.Array:
     """sum_j res_ij x_j + post_i y for every stream i, in the type of x."""
-    N = len(post_NBT)
-    mixed = [sum(res_NNBT[i, j, ..., None] * x_BTND[:, :, j] for j in range(N)) for i in range(N)]
-    return jnp.stack([mixed[i] + post_NBT[i, ..., None] * y_BTD for i in range(N)], 2).astype(x_BTND.dtype)
+    streams = [_sum(row, x_BTND) + w_BT[..., None] * y_BTD for row, w_BT in zip(res_NNBT, post_NBT, strict=True)]
+    return jnp.stack(streams, 2).astype(x_BTND.dtype)
+
+
+def _write_forward(*args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return write_streams(*args), args
+
+
+def _write_backward(saved: tuple[jax.Array, ...], g_BTND: jax.Array) -> tuple[jax.Array, ...]:
+    x_BTND, y_BTD, post_NBT, res_NNBT = saved
+    dx_BTND = jnp.stack([_sum(res_NNBT[:, j], g_BTND) for j in range(len(post_NBT))], 2)
+    return (
+        dx_BTND.astype(x_BTND.dtype),
+        _sum(post_NBT, g_BTND).astype(y_BTD.dtype),
+        _products("btnd,btd->nbt", g_BTND, y_BTD),
+        _products("btid,btjd->ijbt", g_BTND, x_BTND),
+    )
+
+
+write_streams.defvjp(_write_forward, _write_backward)
 
 
 def head_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from repro.errors import ReproError
@@ -10,6 +11,17 @@ from repro.errors import ReproError
 Kind = Literal["pre_norm", "post_norm", "deep_norm", "gain", "hyper", "manifold", "manifold_lite", "block_attention"]
 STREAMS: tuple[str, ...] = ("hyper", "manifold", "manifold_lite")
 """Kinds with several residual streams."""
+_BELONGS: dict[str, tuple[str, ...]] = {
+    "streams": STREAMS,
+    "alpha": STREAMS,
+    "readout": STREAMS,
+    "form": ("manifold",),
+    "iterations": ("manifold",),
+    "start": ("manifold", "manifold_lite"),
+    "identity": ("manifold", "manifold_lite"),
+    "block_layers": ("block_attention",),
+}
+"""Settings and the kinds that read them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +47,14 @@ class ResidualConfig:
     """mHC, released form: what is added to the coefficients and to the sums."""
     start: Literal["one_hot", "zero", "symmetric"] = "one_hot"
     """Initial coefficients, which no paper states for mHC. one_hot: sublayer k reads stream k mod N and streams mix as
-    little as `identity` says; zero: all biases 0, so that streams mix evenly; symmetric: zero, and the dynamic part too,
-    so that equal streams stay equal for ever."""
+    little as `identity` says; zero: all biases 0, so that streams mix evenly; symmetric: zero, and the dynamic part
+    too, so that equal streams stay equal for ever."""
     identity: float = 6.0
-    """mHC, one_hot: logit of the diagonal of the mixing matrix; 6 keeps 0.993 of a stream."""
+    """one_hot: logit of the diagonal of mHC's mixing matrix, where 6 keeps 0.993 of a stream, or of mHC-lite's identity
+    permutation, whose weight is then 0.946 among 24."""
     readout: Literal["sum", "learned", "last"] = "sum"
     """How streams become the input of the final norm: their sum (Hyper-Connections), a learned combination
-    (DeepSeek-V4), or the reading weights of the last sublayer (V4.1)."""
+    (DeepSeek-V4), or the reading weights of the last sublayer (V4.1, mHC alone)."""
     block_layers: int = 1
     """Block AttnRes: layers per block."""
 
@@ -57,13 +70,25 @@ class ResidualConfig:
         for name in ("streams", "iterations", "block_layers"):
             if getattr(self, name) < 1:
                 raise ReproError(f"model.residual.{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.eps < 0:
-            raise ReproError(f"model.residual.eps is {self.eps}; it must be zero or positive.")
+        for name in ("alpha", "eps", "identity"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ReproError(
+                    f"model.residual.{name} is {getattr(self, name)}; it must be zero or positive, and finite."
+                )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        unused = [n for n, kinds in _BELONGS.items() if self.kind not in kinds and getattr(self, n) != defaults[n]]
+        for name in unused[:1]:
+            raise ReproError(
+                f"model.residual.{name} belongs to {', '.join(_BELONGS[name])}; with {self.kind} it must stay "
+                f"{defaults[name]}."
+            )
+        if self.eps != defaults["eps"] and self.form != "released":
+            raise ReproError("model.residual.eps belongs to model.residual.form released; the paper's form has none.")
+        if self.identity != defaults["identity"] and self.start != "one_hot":
+            raise ReproError(f"model.residual.identity belongs to start one_hot; {self.start} mixes evenly.")
         if self.kind == "manifold_lite" and self.streams > 4:
             raise ReproError(
                 f"model.residual.streams is {self.streams}; mHC-lite weighs all permutations of them, so at most 4."
             )
-        if self.readout != "sum" and self.kind not in STREAMS:
-            raise ReproError(f"model.residual.readout {self.readout} needs a kind with streams: {', '.join(STREAMS)}.")
         if self.readout == "last" and self.kind == "hyper":
             raise ReproError("model.residual.readout last belongs to mHC; Hyper-Connections sum their streams.")
