@@ -135,7 +135,7 @@ class StreamEnds(Ends):
         (B, T, _), N = x_BTD.shape, self.config.residual.streams
         product_NNBT = jnp.broadcast_to(jnp.eye(N)[:, :, None, None], (N, N, B, T))
         read_NBT = jnp.zeros((N, B, T)) if self.config.residual.readout == "last" else None
-        return Streams(jnp.repeat(x_BTD[:, :, None], N, 2), product_NNBT, read_NBT)
+        return Streams(jnp.stack([x_BTD] * N, 2), product_NNBT, read_NBT)
 
     def leave(self, carry: Streams) -> jax.Array:
         residual = self.config.residual
