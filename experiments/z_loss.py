@@ -35,7 +35,8 @@ def _claims_at(preset: Preset, size: str) -> list[Claim]:
     shape = f"Size {size}, AdamW without decay, {preset.train.steps} steps on bytes, constant rate, untied head"
     best, stressed = f"{shape}; at the best rate.", f"{shape}; at ten times the best rate."
     reported = (
-        "Coefficient 1e-4, 100,000 steps; logits drift to large negative values at a high rate, and stay without."
+        "Over 100,000 steps at a high rate logits drift to large negative values, and a coefficient of 1e-4 stops that "
+        "(from digests of the paper)."
     )
     drifts = lambda arm: AtLeast("drift", at(arm, "drift"), 1.2, log=True)
     held = lambda arm, point: Ratio("log_z_rms", at("none", point), at(arm, point), at_least=3.0)
