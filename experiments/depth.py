@@ -70,6 +70,7 @@ from repro.train.summary import tail
 DEEPNET, XIONG = "DeepNet (arXiv 2203.00555)", "Xiong et al. (arXiv 2002.04745)"
 SPIKE = "Spike No More (arXiv 2312.16903)"
 ADAM_EPS = 1e-8
+_QUICKLY = {"xla_backend_optimization_level": 1}  # for programs that run once and take longer to compile
 GAP, FLAT, NEAR = 0.5, 0.15, 0.15
 """Difference of slopes, a slope that is none, nats within which schemes are alike."""
 _POST = {"model.residual.kind": "post_norm", "model.embedding_norm": True}
@@ -386,7 +387,8 @@ def one_step(config: ModelConfig, seeds: tuple[int, ...], windows_SBT1: np.ndarr
             "gradient_norm": jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(steps[0]))),
         }  # fmt: skip
 
-    found = jax.jit(lambda *of: jax.lax.map(lambda a: one(*a), of))(np.array(seeds, np.uint32), windows_SBT1)
+    run = jax.jit(lambda *of: jax.lax.map(lambda a: one(*a), of), compiler_options=_QUICKLY)
+    found = run(np.array(seeds, np.uint32), windows_SBT1)
     return {name: np.asarray(values, np.float64) for name, values in found.items()}
 
 
@@ -469,7 +471,8 @@ def first_gradient(
         return {"gradient": gradient, "over_last": jnp.exp(log_ratio), "over_bound": jnp.exp(log_ratio - bound)}
 
     with nnx.set_graph_mode(False):
-        found = jax.jit(lambda of: jax.lax.map(one, of))(np.array(seeds, np.uint32))
+        run = jax.jit(lambda of: jax.lax.map(one, of), compiler_options=_QUICKLY)
+        found = run(np.array(seeds, np.uint32))
     return {name: np.asarray(values, np.float64) for name, values in found.items()}
 
 

@@ -54,8 +54,8 @@ def test_a_world_without_a_loop(verdicts, experiment):
     labels = {v.variant: v.label for v in verdicts(experiment, CPU, still)}
     assert labels["no harm"] == "supported"
     for variant in (
-        "a loop, best rate", "a loop, hot", "older indices help, hot", "a hit expert gains load", "older indices shrink the outlier",
-        "older indices spare the loss",
+        "a loop, best rate", "a loop, hot", "older indices help, hot", "a hit expert gains load",
+        "older indices shrink the outlier", "older indices spare the loss",
     ):  # fmt: skip
         assert labels[variant] == "not supported", variant
 
