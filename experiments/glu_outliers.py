@@ -73,8 +73,12 @@ class GluConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model.residual.kind != "pre_norm" or self.model.moe.experts or self.model.sigma_reparam:
-            raise ReproError("this experiment looks into dense pre-norm blocks; leave residual, moe and sigma_reparam.")
+        model = self.model
+        if model.residual.kind != "pre_norm" or model.moe.experts or model.pattern or model.sigma_reparam:
+            raise ReproError(
+                "this experiment looks into dense pre-norm blocks of one kind; leave residual, moe, pattern and "
+                "sigma_reparam of train.model as they are."
+            )
 
     @classmethod
     def program_class(cls) -> type[Program]:
