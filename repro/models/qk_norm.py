@@ -16,7 +16,7 @@ _GAINS = {"none": "", "rms": "qk", "layer": "qk", "rms_plain": "", "l2": "", "v4
 
 
 def l2_norm(x: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(|x|^2 + eps), at most 1 long (Henry et al., arXiv 2010.04245, section 3.2), in float32, x's dtype out."""
+    """x / sqrt(|x|^2 + eps), at most 1 long (Henry et al., arXiv 2010.04245), in float32, x's dtype out."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.sum(x32 * x32, -1, keepdims=True) + eps)).astype(x.dtype)
 
