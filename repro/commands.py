@@ -179,7 +179,7 @@ def _stored_preset(experiment: Any, record: dict, where: Path) -> Any:
         if hasattr(own, "train"):
             fields["train"] = as_own(fields["train"], own.train)
         return as_own(fields, own)
-    except (KeyError, pydantic.ValidationError) as error:
+    except (KeyError, TypeError, ValueError) as error:  # also what pydantic refuses
         raise ReproError(
             f"{where}/run.json does not hold a preset of this version; it was edited or is of another version."
         ) from error
