@@ -6,6 +6,7 @@ Inside this file tokens are the last axes of a coefficient (`res_NNBT`), so that
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Literal
 
@@ -20,10 +21,12 @@ Maps = tuple[jax.Array, jax.Array, jax.Array]
 
 def sinkhorn(logits: jax.Array, iterations: int = 20) -> jax.Array:
     """exp(logits) over the last two axes, `iterations` times divided by its column sums and then by its row sums (mHC,
-    arXiv 2512.24880, eq. 9): rows sum to 1, columns nearly. Differentiated through all iterations."""
+    arXiv 2512.24880, eq. 9): rows sum to 1, columns nearly. The gradient passes through all iterations, which the
+    backward pass computes again."""
     return jnp.moveaxis(_balanced(jnp.moveaxis(logits, (-2, -1), (0, 1)), iterations, 0.0), (0, 1), (-2, -1))
 
 
+@functools.partial(jax.checkpoint, static_argnums=(1, 2))
 def _balanced(logits_NNBT: jax.Array, iterations: int, eps: float) -> jax.Array:
     """Columns (axis 0 sums to 1) and rows in turn, rows last; `eps` is added where DeepSeek-V4's code adds it."""
     # Both divisions of the first round as a softmax: afterwards no row or column can underflow, whatever the logits.
