@@ -224,5 +224,7 @@ def initial_buffers(config: ModelConfig, params: dict[str, Any] | None = None) -
             return {}
         if config.sigma_reparam and params is None:
             raise ReproError("initial_buffers of a model with sigma_reparam needs its parameters.")
-        buffers = nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=0)), nnx.Param, ...)[2])
+        # Compiled, so that the parameters, which are made on the way, cost nothing.
+        make = lambda: nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(params=0)), nnx.Param, ...)[2])
+        buffers = jax.jit(make)()
         return with_initial_vectors(buffers, params, declarations(module)) if config.sigma_reparam else buffers
