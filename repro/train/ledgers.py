@@ -69,9 +69,38 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
         "N9": {"checkpoints": "whole state at chunk boundaries, newest kept", "skip, roll back": "not armed"},
         "N10": evidence,
     }  # fmt: skip
-    dots, own = _quantised(model), config.ledger_rows()
+    dots, experts, own = _quantised(model), _expert_rows(model), config.ledger_rows()
     return {
-        key: {"title": title, "rows": dots.get(key, {}) | rows[key] | own.get(key, {})} for key, title in TITLES.items()
+        key: {"title": title, "rows": dots.get(key, {}) | rows[key] | experts.get(key, {}) | own.get(key, {})}
+        for key, title in TITLES.items()
+    }
+
+
+def _expert_rows(model: ModelConfig) -> dict[str, dict[str, str]]:
+    """What a mixture of experts adds; nothing without one."""
+    moe = model.moe
+    if not moe.experts:
+        return {}
+    latent = f", in a latent of {moe.latent}" + (" with a norm on the sum" if moe.latent_norm else "")
+    groups = f", from {moe.kept_groups} of {moe.groups} groups" if moe.kept_groups < moe.groups else ""
+    affinity = {"sigmoid": "sigmoid", "softmax": "softmax", "sqrt_softplus": "square root of softplus"}[moe.affinity]
+    losses = [f"sequence-wise balance loss {moe.sequence_loss:g}"] if moe.sequence_loss else []
+    losses += [f"router z-loss {moe.router_z_loss:g}"] if moe.router_z_loss else []
+    centred = ", less their mean" if moe.balance_centred else ""
+    update = {
+        "sign": f"steps of {moe.balance_rate:g} against the sign of the load's excess{centred}",
+        "quantile": "the exact quantile of the last step's margins",
+        "histogram": "the quantile of the last step's margins, from 1,000 bins",
+    }
+    return {
+        "N3": {} if model.dots.policy("router") is not None else {"router": "float32"},
+        "N6": {"selection bias": f"float32, {update[moe.balance]}"} if moe.balance in update else {},
+        "N7": {
+            "experts": f"{moe.experts} of {moe.ffn} hidden units{latent if moe.latent else ''}, {moe.active} per token"
+            f"{groups}, {moe.shared} shared; scores: {affinity}, gates {'of sum' if moe.normalise else 'times'} "
+            f"{moe.scale:g}; no token dropped"
+        },
+        "N8": {"auxiliary losses": ", ".join(losses)} if losses else {},
     }
 
 
