@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.config import ModelConfig
-from repro.models.parameter import parameter
+from repro.models.parameter import normal, parameter
 from repro.models.residual import Ends, Link, Sublayer
 
 
@@ -28,10 +28,13 @@ def attend_to_sources(
     return (a_SBT[..., None] * v_SBTD).sum(0).astype(sources_SBTD.dtype)
 
 
-def _site(module: nnx.Module, width: int) -> None:
-    # A query of zero is the uniform average. The gain then has no gradient until the query has moved.
-    module.query_D = parameter(jnp.zeros(width), "static")
-    module.key_gain_D = parameter(jnp.ones(width), "norm")
+def _site(module: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    D, std = config.width, config.residual.query_std
+    # A query of zero is the uniform average, which a norm cannot tell from the sum, the plain residual stream. The gain
+    # then has no gradient until the query has moved.
+    query_D = normal(rngs.params(), (D,), D, gain=std) if std else jnp.zeros(D)
+    module.query_D = parameter(query_D, "static")
+    module.key_gain_D = parameter(jnp.ones(D), "norm")
 
 
 class BlockAttnRes(Link):
@@ -40,7 +43,7 @@ class BlockAttnRes(Link):
 
     def __init__(self, config: ModelConfig, position: jax.Array | int, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, position, rngs=rngs)
-        _site(self, config.width)
+        _site(self, config, rngs)
 
     def __call__(self, carry: jax.Array, norm: nnx.Module, f: Sublayer, position: jax.Array) -> tuple[jax.Array, Any]:
         per_block = 2 * self.config.residual.block_layers  # block_layers counts decoder layers of two sublayers
@@ -58,7 +61,7 @@ class BlockAttnResEnds(Ends):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
-        _site(self, config.width)
+        _site(self, config, rngs)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         blocks = -(-self.config.layers // self.config.residual.block_layers)

@@ -20,6 +20,7 @@ _BELONGS: dict[str, tuple[str, ...]] = {
     "start": ("manifold", "manifold_lite"),
     "identity": ("manifold", "manifold_lite"),
     "block_layers": ("block_attention",),
+    "query_std": ("block_attention",),
 }
 """Settings and the kinds that read them."""
 
@@ -57,6 +58,9 @@ class ResidualConfig:
     (DeepSeek-V4), or the reading weights of the last sublayer (V4.1, mHC alone)."""
     block_layers: int = 1
     """Block AttnRes: layers per block."""
+    query_std: float = 0.0
+    """Block AttnRes: standard deviation of a random initial score, from queries N(0, query_std^2 / D); 0 is a query of
+    zero, which the paper calls crucial."""
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -70,7 +74,7 @@ class ResidualConfig:
         for name in ("streams", "iterations", "block_layers"):
             if getattr(self, name) < 1:
                 raise ReproError(f"model.residual.{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("alpha", "eps", "identity"):
+        for name in ("alpha", "eps", "identity", "query_std"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ReproError(
                     f"model.residual.{name} is {getattr(self, name)}; it must be zero or positive, and finite."
