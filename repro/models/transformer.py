@@ -46,9 +46,9 @@ class Transformer(nnx.Module):
             make = nnx.vmap(functools.partial(_unit, config, unit), in_axes=0, out_axes=0)
             setattr(self, name, make(first + len(unit) * jnp.arange(repeats), rngs.split(repeats)))
             first += len(unit) * repeats
-        self.ends = ends(config, rngs=rngs)
         self.final_norm = block_norm(config)
         self.head_DZ = parameter(normal(rngs.params(), (D, Z), D, gain=config.head_gain), "head")
+        self.ends = ends(config, rngs=rngs)  # last, so that schemes share all other initial weights
 
     @property
     def stacked(self) -> tuple[str, ...]:
