@@ -198,13 +198,15 @@ def test_auxiliary_losses_and_their_gradient():
 
 MIXED = dataclasses.replace(
     CONFIG,
-    layers=5,
-    pattern="hash, 2*(moe, mla.moe)",
-    nope_size=8, rope_size=4, value_size=8, kv_rank=8,
+    layers=6,
+    pattern="3*(moe, hash)",
     moe=dataclasses.replace(EXPERTS, latent=8, balance="quantile", sequence_loss=1e-2, router_z_loss=1e-3),
-)  # fmt: skip
+)
 CONFIGS = {
-    "mixed": MIXED,
+    "pattern": MIXED,
+    "attentions": dataclasses.replace(
+        CONFIG, layers=3, pattern="dense, moe, mla.hash", nope_size=8, rope_size=4, value_size=8, kv_rank=8
+    ),
     "layers": dataclasses.replace(
         with_moe(CONFIG, dense_layers=1, hash_layers=1, affinity="sqrt_softplus", balance="sign"), layers=3
     ),
@@ -217,16 +219,21 @@ def start():
 
 
 @functools.cache
-def results():
-    """Output and gradients of a loss that every parameter reaches."""
-    init, apply = init_and_apply(MIXED)
-    params = jax.jit(init)(jax.random.key(0))
+def gradient():
+    """Output and gradients of a loss that every parameter reaches, compiled."""
+    _, apply = init_and_apply(MIXED)
 
-    def loss(params):
-        out = apply(params, TOKENS)
+    def loss(params, buffers):
+        out = apply(params, TOKENS, buffers=buffers)
         return jnp.sin(out.logits).sum() + out.aux_loss, out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@functools.cache
+def results():
+    params = jax.jit(init_and_apply(MIXED)[0])(jax.random.key(0))
+    grads, out = gradient()(params, start())
     return params, out, grads
 
 
@@ -252,8 +259,9 @@ def test_every_parameter_learns():
     for path, g in jax.tree_util.tree_flatten_with_path(grads)[0]:
         layers = g.reshape(g.shape[0] if path[0].key.startswith("blocks") else 1, -1)
         assert np.isfinite(g).all() and (np.abs(layers).max(1) > 0).all(), path
-    tables = start()["blocks_0"]["ffn"]["table_ZK"]
-    np.testing.assert_array_equal(out.routes[0], np.asarray(tables)[0][TOKENS])
+    tables = start()["blocks"]["block1"]["ffn"]["table_ZK"]
+    assert all((tables[i] != tables[j]).any() for i, j in ((0, 1), (1, 2), (0, 2)))
+    np.testing.assert_array_equal(out.routes[1::2], np.asarray(tables)[:, TOKENS])
     assert float(out.aux_loss) > 0
 
 
@@ -264,23 +272,32 @@ def test_routes_and_buffers_go_in_again():
     same = again(params, out.routes, start())
     np.testing.assert_allclose(same.logits, out.logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(same.routes, out.routes)
-    turned = again(params, out.routes[::-1], initial_buffers(MIXED))
+    turned = again(params, out.routes[::-1], start())
     assert np.abs(turned.logits - out.logits).max() > 1e-2
     # The next bias is in use: it chooses other experts, in the layers that have one.
-    later = jax.jit(lambda p, b: apply(p, TOKENS, buffers=b))(params, out.buffers)
-    assert (later.routes[1:] != out.routes[1:]).any() and (later.routes[0] == out.routes[0]).all()
-    assert float(later.stats.moe.max_violation[1:].mean()) < float(out.stats.moe.max_violation[1:].mean())
+    _, later = gradient()(params, out.buffers)
+    assert (later.routes[::2] != out.routes[::2]).any() and (later.routes[1::2] == out.routes[1::2]).all()
+    assert float(later.stats.moe.max_violation[::2].mean()) < float(out.stats.moe.max_violation[::2].mean())
 
 
-def test_every_role_of_the_experts_changes_the_model():
-    config = dataclasses.replace(CONFIG, layers=1)
-    params = init_and_apply(config)[0](jax.random.key(0))
-    logits = {
-        p: np.asarray(jax.jit(init_and_apply(dataclasses.replace(config, precision=p))[1])(params, TOKENS).logits)
-        for p in ("plain", "experts=mxfp8", "router=mxfp8")
-    }
-    for precision in ("experts=mxfp8", "router=mxfp8"):
-        assert 1e-3 < np.abs(logits[precision] - logits["plain"]).max() < 10
+def test_a_policy_of_the_router_changes_its_logits():
+    """The role `experts` is tested with the dispatch."""
+    base = module_of(CONFIG)
+
+    @jax.jit
+    def logits_of(x):
+        found = {}
+        for precision in ("plain", "router=mxfp8"):
+            module = nnx.clone(base)
+            module.config = dataclasses.replace(CONFIG, precision=precision)
+            found[precision] = module(x)[1].moe.router_logit_max, module(x)[1].moe.router_log_z
+        return found
+
+    found = logits_of(X)
+    off = np.abs(np.array(found["router=mxfp8"]) / np.array(found["plain"]) - 1)
+    assert (1e-4 < off).all() and (off < 0.1).all()
+    half = logits_of(X.astype(jnp.bfloat16))["plain"]  # a product in float32 whatever comes in
+    np.testing.assert_array_equal(half, logits_of(X.astype(jnp.bfloat16).astype(jnp.float32))["plain"])
 
 
 # ---- What is refused.

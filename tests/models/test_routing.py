@@ -1,5 +1,6 @@
 """Routing against loops in float64 and a stored router, each beside mistakes that the same check finds."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -214,6 +215,14 @@ def quantile_slowly(scores, bias, k):
 problems = st.tuples(st.sampled_from([(1, 2, 1), (7, 4, 3), (12, 6, 2)]), st.integers(0, 2**31 - 1))
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def by_both(scores, bias, k):
+    """Cutoffs, exact biases, and the histogram with its biases."""
+    cutoff = select(scores, bias, k)[1]
+    counts = margin_histogram(scores, cutoff, bias)
+    return cutoff, quantile_bias(scores, cutoff, k), counts, histogram_bias(*counts, k)
+
+
 @fixed
 @given(problems)
 def test_quantile_balancing_equals_brute_force(problem):
@@ -221,11 +230,10 @@ def test_quantile_balancing_equals_brute_force(problem):
     own = np.random.default_rng(seed)
     # Multiples of 2^-12, so that float32 sums are exact and ties occur.
     scores, bias = (np.float32(own.integers(0, 4096, size=s) / 4096) for s in ((T, E), (E,)))
-    _, cutoff = select(scores, bias, k)
-    got = np.asarray(quantile_bias(scores, cutoff, k))
+    cutoff, got = map(np.asarray, by_both(scores, bias, k)[:2])
     np.testing.assert_allclose(got, quantile_slowly(np.float64(scores), np.float64(bias), k), atol=1e-6)
     # At most q tokens would choose an expert at the present cutoffs, and with the next margin there were more.
-    margins = scores - np.asarray(cutoff)[:, None]
+    margins = scores - cutoff[:, None]
     raw = -np.sort(margins, 0)[T - 1 - T * k // E]
     above, reached = (margins > -raw).sum(0), (margins >= -raw).sum(0)
     assert (above <= T * k / E).all() and (reached > T * k // E).all()
@@ -238,17 +246,20 @@ def test_the_histogram_finds_the_quantile_to_a_bin(problem):
     (T, E, k), seed = problem
     own = np.random.default_rng(seed)
     scores, bias = own.random((T, E), np.float32), (own.random(E, np.float32) - 0.5)
-    cutoff = np.asarray(select(scores, bias, k)[1])
-    counts, low, width = margin_histogram(scores, cutoff, bias)
+    cutoff, _, (counts, _, width), got = by_both(scores, bias, k)
+    cutoff, got = np.asarray(cutoff), np.array(got)
     assert counts.dtype == jnp.int32 and (np.asarray(counts).sum(1) == T).all()
-    half = T // 2
-    if half:
-        parts = [margin_histogram(scores[i], cutoff[i], bias)[0] for i in (slice(half), slice(half, None))]
-        np.testing.assert_array_equal(parts[0] + parts[1], counts)
-    got = np.array(histogram_bias(counts, low, width, k))
     needs = np.sort(cutoff[:, None] - scores, 0)[-(-T * k // E) - 1]  # the bias that just lets ceil(q) tokens in
     got += needs.mean() - got.mean()
     assert np.abs(got - needs).max() < 2.5 * float(width)
+
+
+def test_counts_of_microbatches_add_up():
+    scores, bias = rng.random((12, 6), np.float32), rng.random(6, np.float32)
+    cutoff = np.asarray(select(scores, bias, 2)[1])
+    counts = jax.jit(lambda s, c: margin_histogram(s, c, bias)[0])
+    halves = [counts(scores[i], cutoff[i]) for i in (slice(6), slice(6, 12))]
+    np.testing.assert_array_equal(halves[0] + halves[1], counts(scores, cutoff))
 
 
 def test_one_update_by_the_quantile_balances_and_a_wrong_quantile_does_not():
