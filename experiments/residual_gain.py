@@ -140,9 +140,7 @@ def claims(preset: GainPreset) -> tuple[Claim, ...]:
     ))  # fmt: skip
     apart = Ratio("peak_gain_backward_max", at("hyper", middle), at("manifold", middle), at_least=APART)
     fades = lambda arm: AtMost("least_gain_backward_min", at(arm, middle), 0.5, log=True)
-    grows = lambda arm, few, many, least: Greater(
-        "peak_gain_backward_max", at(arm, many), at(arm, few), smallest=least
-    )
+    grows = lambda arm, few, many, least: Greater("peak_gain_backward_max", at(arm, many), at(arm, few), smallest=least)
     lower = Greater("loss", at("plain"), at("manifold"), log=False)
     same = lambda left: Equivalent("loss", left, at("manifold"), margin=2 * MARGIN)
     explains = lambda arm: All((lower, NonInferior("loss", at(arm), at("manifold"), margin=MARGIN)))
