@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from repro.errors import ReproError
+
 Form = Literal["paper", "released"]
 Maps = tuple[jax.Array, jax.Array, jax.Array]
 """(pre_NBT, post_NBT, res_NNBT), float32; res_NNBT[i, j] is how much of stream j goes to stream i."""
@@ -22,7 +24,14 @@ Maps = tuple[jax.Array, jax.Array, jax.Array]
 def sinkhorn(logits: jax.Array, iterations: int = 20) -> jax.Array:
     """exp(logits) over the last two axes, `iterations` times divided by its column sums and then by its row sums (mHC,
     arXiv 2512.24880, eq. 9): rows sum to 1, columns nearly. The gradient passes through all iterations, which the
-    backward pass computes again."""
+    backward pass computes again.
+
+    Raises `ReproError` for matrices that are not square, or no iteration.
+    """
+    if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
+        raise ReproError(f"sinkhorn needs square matrices on the last two axes, not shape {logits.shape}.")
+    if iterations < 1:
+        raise ReproError(f"sinkhorn needs at least one iteration, not {iterations}.")
     return jnp.moveaxis(_balanced(jnp.moveaxis(logits, (-2, -1), (0, 1)), iterations, 0.0), (0, 1), (-2, -1))
 
 
@@ -70,6 +79,8 @@ def manifold_maps(
     norm_eps: float = 1e-6, form: Form = "paper",
 ) -> Maps:  # fmt: skip
     """`mhc_maps` with tokens last."""
+    if form not in Form.__args__:
+        raise ReproError(f"form {form!r} is unknown; known are {', '.join(Form.__args__)}.")
     N = x_BTND.shape[2]
     eps = eps if form == "released" else 0.0
     pre, post, res = _raw(_projected(x_BTND, phi, norm_eps), bias, alpha, N)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from repro.errors import ReproError
 from repro.models import hyper_connections as equations
 from repro.models.functional import mhc_maps as eager_mhc_maps
 
@@ -193,3 +194,12 @@ def test_coefficients_stay_float32_beside_bfloat16_streams():
 
     gradients = jax.jit(jax.grad(loss, (0, 1)))(x, OWN[0])
     assert [g.dtype.name for g in gradients] == ["bfloat16", "float32"]
+
+
+def test_refused():
+    with pytest.raises(ReproError, match="square matrices on the last two axes, not shape"):
+        equations.sinkhorn(np.zeros((2, 3)))
+    with pytest.raises(ReproError, match="at least one iteration, not 0"):
+        equations.sinkhorn(np.zeros((3, 3)), 0)
+    with pytest.raises(ReproError, match="form 'comb' is unknown; known are paper, released"):
+        eager_mhc_maps(X, *OWN, form="comb")
