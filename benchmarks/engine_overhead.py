@@ -97,8 +97,9 @@ def forward(config: TrainConfig, w: Weights, tokens: jax.Array) -> tuple[jax.Arr
         p = jax.nn.softmax(jnp.where(causal, z, -1e30), -1)
         x = x + jnp.einsum("bhts,bshk->bthk", p, v).reshape(x.shape) @ layer["o"]
         h = rms(x, layer["ffn_gain"], m.norm_eps)
-        x = x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
-        z, p, y = jax.lax.stop_gradient((z, p, x))
+        units = jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])
+        x = x + units @ layer["down"]
+        z, p, y, units = jax.lax.stop_gradient((z, p, x, units))
         seen.append(
             {
                 "max_logit": jnp.where(causal, z, -jnp.inf).max((0, 2, 3)),
@@ -106,6 +107,8 @@ def forward(config: TrainConfig, w: Weights, tokens: jax.Array) -> tuple[jax.Arr
                 "entropy": -(p * jnp.log(jnp.maximum(p, 1e-37))).sum(-1).mean((0, 2)),
                 "activation_max": jnp.abs(y).max(),
                 "activation_rms": jnp.sqrt(jnp.square(y).mean()),
+                "hidden_max": jnp.abs(units).max(),
+                "hidden_rms": jnp.sqrt(jnp.square(units).mean()),
             }
         )
     logits = rms(x, w["final_gain"], m.norm_eps) @ w["head"]
@@ -114,8 +117,9 @@ def forward(config: TrainConfig, w: Weights, tokens: jax.Array) -> tuple[jax.Arr
 
 def loss_of(config: TrainConfig, w: Weights, windows: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits, seen = forward(config, w, windows[:, :-1])
-    log_p = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_p, windows[:, 1:, None], -1).mean(), seen
+    log_z = jax.nn.logsumexp(logits, -1)
+    chosen = jnp.take_along_axis(logits, windows[:, 1:, None], -1)[..., 0]
+    return (log_z - chosen).mean(), seen | {"log_z_rms": jnp.sqrt(jnp.square(jax.lax.stop_gradient(log_z)).mean())}
 
 
 # ---- The step.
@@ -182,6 +186,7 @@ def step(config: TrainConfig, state: dict[str, Any], windows: jax.Array) -> tupl
         "entropy_min": seen["entropy"].min(), "clipped_share": (top > config.tau).mean(),
         "activation_max": seen["activation_max"].max(), "activation_rms": seen["activation_rms"][-1],
         "grad_norm": norm(grads), "update_norm": norm(delta), "head_logits": top,
+        "hidden_max": seen["hidden_max"].max(), "hidden_rms": seen["hidden_rms"].max(), "log_z_rms": seen["log_z_rms"],
     }  # fmt: skip
     state = {"weights": w, "first": tree.unflatten(first), "second": tree.unflatten(second), "step": state["step"] + 1}
     return state, metrics

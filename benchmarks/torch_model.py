@@ -41,7 +41,8 @@ class Layer(nn.Module):
         p = z.masked_fill(future, -torch.inf).softmax(-1)
         x = x + self.o((p @ v).transpose(1, 2).reshape(batch, time, width))
         h = self.ffn_norm(x)
-        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        units = F.silu(self.gate(h)) * self.up(h)
+        x = x + self.down(units)
         with torch.no_grad():
             seen = {
                 "max_logit": z.masked_fill(future, -torch.inf).amax((0, 2, 3)),
@@ -49,6 +50,8 @@ class Layer(nn.Module):
                 "entropy": torch.special.entr(p).sum(-1).mean((0, 2)),
                 "activation_max": x.abs().amax(),
                 "activation_rms": x.square().mean().sqrt(),
+                "hidden_max": units.abs().amax(),
+                "hidden_rms": units.square().mean().sqrt(),
             }
         return x, seen
 
@@ -154,6 +157,8 @@ class Run:
 
     def loss(self, windows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logits, seen = self.model(windows[:, :-1])
+        with torch.no_grad():
+            seen["log_z_rms"] = logits.logsumexp(-1).square().mean().sqrt()
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()), seen
 
     def step(self, windows: torch.Tensor, lr: float) -> dict[str, torch.Tensor]:
@@ -180,7 +185,8 @@ class Run:
                 "entropy_min": seen["entropy"].amin(), "clipped_share": (top > self.config.tau).float().mean(),
                 "activation_max": seen["activation_max"].amax(), "activation_rms": seen["activation_rms"][-1],
                 "grad_norm": nn.utils.get_total_norm([p.grad for p in self.params]), "update_norm": update_norm,
-                "head_logits": top,
+                "head_logits": top, "hidden_max": seen["hidden_max"].amax(), "hidden_rms": seen["hidden_rms"].amax(),
+                "log_z_rms": seen["log_z_rms"],
             }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def mesh_with(axis):
 
 @pytest.fixture(scope="module")
 def params():
-    return init_and_apply(CONFIG)[0](jax.random.key(0))
+    return jax.jit(init_and_apply(CONFIG)[0])(jax.random.key(0))
 
 
 def test_every_axis_of_every_matrix_has_a_letter(params):
