@@ -12,7 +12,7 @@ from flax import nnx
 from repro.models.attention import MultiHeadAttention
 from repro.models.attention_residual import BlockAttnRes, BlockAttnResEnds
 from repro.models.config import ModelConfig
-from repro.models.ffn import DenseFFN
+from repro.models.ffn import DenseFFN, magnitudes
 from repro.models.latent_attention import MultiHeadLatentAttention
 from repro.models.linear import folded
 from repro.models.moe import feed_forward
@@ -93,15 +93,9 @@ class Unit(nnx.Module):
             setattr(self, f"block{i}", Block(config, kind, layer + i, rngs=rngs))
 
 
-def stream_statistics(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Maximum of |x| and root mean square of the residual stream."""
-    seen = jax.lax.stop_gradient(x_BTD).astype(jnp.float32)
-    return jnp.abs(seen).max(), jnp.sqrt(jnp.mean(seen * seen))
-
-
 def layer_stats(logit_stats: dict[str, jax.Array], x_BTD: jax.Array, record: FFNRecord) -> Stats:
     """The statistics of one layer."""
-    top, rms = stream_statistics(x_BTD)
+    top, rms = magnitudes(x_BTD)
     return Stats(
         **logit_stats, activation_max=top, activation_rms=rms, hidden_max=record.hidden_max,
         hidden_rms=record.hidden_rms, moe=record.moe,

@@ -13,9 +13,9 @@ from repro.models.output import FFNRecord
 from repro.models.parameter import matrix, parameter
 
 
-def hidden_statistics(h: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Maximum of |h| and root mean square, float32, without gradient."""
-    seen = jax.lax.stop_gradient(h).astype(jnp.float32)
+def magnitudes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Maximum of |x| and root mean square, float32, without gradient."""
+    seen = jax.lax.stop_gradient(x).astype(jnp.float32)
     return jnp.abs(seen).max(), jnp.sqrt(jnp.mean(seen * seen))
 
 
@@ -39,7 +39,7 @@ class DenseFFN(nnx.Module):
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, FFNRecord]:
         """The output [B, T, D] and its record. `key` is for policies that round stochastically."""
         h_BTF = self.hidden(x_BTD, key)
-        record, down_FD = FFNRecord(*hidden_statistics(h_BTF)), self.down_FD[...]
+        record, down_FD = FFNRecord(*magnitudes(h_BTF)), self.down_FD[...]
         if self.config.glu == "smooth":  # the down projection quantises smooth units and scaled rows
             h_BTF, scale_F = smoothed(h_BTF)
             down_FD = scale_F[:, None] * down_FD
