@@ -21,7 +21,7 @@ from timing import fastest, interleaved, judged, machine, ratios, spread
 from repro.data import Corpus, load_corpus
 from repro.models import SIZES
 from repro.train import Lane, Numbers, TrainConfig, at_size, lane_mesh, train
-from repro.train.loop import compiled, steps_per_chunk
+from repro.train.compiled import compiled, steps_per_chunk
 from repro.train.mesh import Seats
 
 Weights = dict[str, Any]

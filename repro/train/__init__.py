@@ -1,7 +1,9 @@
 """One training engine: many runs of one structure as one compiled program; see README.md."""
 
+from repro.train.compiled import prepare
 from repro.train.config import NUMERIC, SHAPE_FIELDS, Numbers, TrainConfig, at_size, with_settings
-from repro.train.loop import JobResult, Lane, Progress, check_corpus, prepare, train
+from repro.train.job import Lane, check_corpus
+from repro.train.loop import JobResult, Progress, train
 from repro.train.mesh import lane_mesh
 from repro.train.step import Program, TrainState
 from repro.train.summary import summarise

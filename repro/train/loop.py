@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from repro.data import Corpus
-from repro.errors import ReproError
 from repro.train.checkpoint import Checkpoints
+from repro.train.compiled import steps_per_chunk
 from repro.train.config import TrainConfig
-from repro.train.mesh import Seats, batched, lane_mesh, over_lanes, place
-from repro.train.step import Metrics, TrainState
-
-# Steps per chunk. On a CPU, where lanes run one after another, short chunks cost nothing and show progress.
-_STEPS_BATCHED, _STEPS_ONE_BY_ONE = 50, 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Lane:
-    """One run inside a job: its numbers and its seed (of initialisation and of data order)."""
-
-    numbers: Any
-    seed: int
+from repro.train.job import Job, Lane
+from repro.train.mesh import lane_mesh
+from repro.train.step import Metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,168 +43,6 @@ class JobResult:
     """What the model carries beside them, likewise."""
 
 
-def chunk_length(steps: int, most: int) -> int:
-    """The largest number of steps up to `most` that divides `steps`, or `most` itself (and a shorter last chunk, which
-    costs one more compilation) where that would be under half of it."""
-    most = min(most, steps)
-    best = max(k for k in range(1, most + 1) if steps % k == 0)
-    return best if 2 * best > most else most
-
-
-def steps_per_chunk(config: TrainConfig, mesh: jax.sharding.Mesh) -> int:
-    return chunk_length(config.steps, _STEPS_BATCHED if batched(mesh) else _STEPS_ONE_BY_ONE)
-
-
-class Compiled:
-    """The compiled programs of one structure on one mesh: `init(counts, seeds)`, `chunk(steps)(counts, state, windows,
-    numbers)` and `evaluate(counts, (params, buffers), windows)`, all over seats. They are compiled in `pool`, each by itself."""
-
-    def __init__(self, config: TrainConfig, seats: Seats, token_type: str, pool: Executor) -> None:
-        self.program = config.program_class()(config)
-        self._config, self._token_type, self._mesh = config, token_type, seats.mesh
-        over = functools.partial(over_lanes, mesh=seats.mesh)
-        by_seat = NamedSharding(seats.mesh, P("seed"))
-        self._array = lambda shape, dtype: jax.ShapeDtypeStruct((seats.total, *shape), dtype, sharding=by_seat)
-        self._counts = jax.ShapeDtypeStruct(seats.counts.shape, seats.counts.dtype, sharding=by_seat)
-        like = lambda tree: jax.tree.map(lambda x: self._array(x.shape[1:], x.dtype), tree)
-        seeds = self._array((), np.uint32)
-        init = jax.jit(over(self.program.init))
-        self._state = like(jax.eval_shape(init, self._counts, seeds))
-        self._over: Callable[..., Any] = over
-        self._chunks: dict[int, Future[Any]] = {}
-        windows = jax.ShapeDtypeStruct(
-            (config.eval_windows, config.length + 1), token_type, sharding=NamedSharding(seats.mesh, P())
-        )
-        steps = steps_per_chunk(config, seats.mesh)
-        self._chunks[steps] = pool.submit(self._lowered(steps).compile)  # first, since it takes longest
-        # Runs once, and random numbers take long to optimise: less than half the compile time, the same bits.
-        quickly = {"xla_backend_optimization_level": 1}
-        self._init = _shared(pool, init.lower(self._counts, seeds), seats.mesh, compiler_options=quickly)
-        evaluate = jax.jit(over(self._evaluated, shared=1))
-        model = self._state.params, self._state.buffers
-        self._evaluate = _shared(pool, evaluate.lower(self._counts, model, windows), seats.mesh)
-
-    @property
-    def init(self) -> Callable[..., TrainState]:
-        """`(counts, seeds)` to the state before the first step."""
-        return self._init.result()
-
-    @property
-    def evaluate(self) -> Callable[..., Metrics]:
-        """`(counts, (params, buffers), windows)` to the final metrics."""
-        return self._evaluate.result()
-
-    def _evaluated(self, model: tuple[Any, Any], windows_NT1: jax.Array) -> Metrics:
-        params, buffers = model
-        return self.program.evaluate(params, windows_NT1, **({"buffers": buffers} if buffers else {}))
-
-    def _lowered(self, steps: int) -> jax.stages.Lowered:
-        program, config = self.program, self._config
-
-        def chunk(state: TrainState, windows_SBT1: jax.Array, numbers: Any) -> tuple[TrainState, Metrics]:
-            return jax.lax.scan(lambda s, window: program.step(s, window, numbers), state, windows_SBT1)
-
-        windows = self._array((steps, config.batch_size, config.length + 1), self._token_type)
-        numbers = config.numbers_type()(*[self._array((), np.float32)] * len(config.numeric))
-        return jax.jit(self._over(chunk, carried=True), donate_argnums=1).lower(
-            self._counts, self._state, windows, numbers
-        )
-
-    def chunk(self, steps: int) -> Callable[..., tuple[TrainState, Metrics]]:
-        """The program of `steps` steps, compiled at its first use."""
-        if steps not in self._chunks:
-            self._chunks[steps] = Future()
-            self._chunks[steps].set_result(self._lowered(steps).compile())
-        return self._chunks[steps].result()
-
-    def metrics_like(self, steps: int, lanes: int) -> dict[str, np.ndarray]:
-        """Empty metrics [steps, lanes, ...] with the types that a chunk returns."""
-        shapes = self._lowered(1).out_info[1]
-        return {name: np.zeros((steps, lanes, *v.shape[2:]), v.dtype) for name, v in shapes.items()}
-
-
-_compiled: dict[Any, Compiled] = {}
-_programs: dict[Any, Future[Any]] = {}
-
-
-def _shared(pool: Executor, lowered: jax.stages.Lowered, mesh: jax.sharding.Mesh, **options: Any) -> Future[Any]:
-    """A program being compiled, once for all structures that differ in nothing that it contains."""
-    text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    optimised = not jax.config.read("jax_disable_most_optimizations")  # the one flag that the text does not show
-    key = text, lowered.in_tree, lowered.out_tree, mesh, str(options), optimised
-    if key not in _programs:
-        _programs[key] = pool.submit(lowered.compile, **options)
-    return _programs[key]
-
-
-def compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> Compiled:
-    """One set of programs per structure, mesh and number of seats for the whole process."""
-    if not is_compiled(config, seats, corpus):
-        _compile([(config, seats)], corpus)
-    return _compiled[_key(config, seats, corpus)]
-
-
-def _compile(structures: Sequence[tuple[TrainConfig, Seats]], corpus: Corpus) -> None:
-    """Compiles all programs of all `structures` side by side, since XLA leaves cores idle otherwise."""
-    made = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for config, seats in structures:
-            made[_key(config, seats, corpus)] = Compiled(config.structure(), seats, _token_type(corpus), pool)
-    _compiled.update(made)
-
-
-def is_compiled(config: TrainConfig, seats: Seats, corpus: Corpus) -> bool:
-    """Whether `compiled` would return at once."""
-    return _key(config, seats, corpus) in _compiled
-
-
-def _token_type(corpus: Corpus) -> str:
-    return "uint16" if corpus.vocab_size <= 2**16 else "uint32"
-
-
-def _key(config: TrainConfig, seats: Seats, corpus: Corpus) -> tuple[Any, ...]:
-    return config.structure(), seats.mesh, seats.total, _token_type(corpus)
-
-
-def prepare(
-    jobs: Sequence[tuple[TrainConfig, int]],
-    corpus: Corpus,
-    mesh: jax.sharding.Mesh | None = None,
-    on_start: Callable[[int], None] = lambda programs: None,
-) -> None:
-    """Compiles the programs of several jobs, given as (config, lanes), side by side. `on_start` hears for how many
-    structures, if there are any to compile."""
-    mesh = lane_mesh() if mesh is None else mesh
-    distinct = {
-        config.structure(): Seats(lanes, mesh)
-        for config, lanes in jobs
-        if not is_compiled(config, Seats(lanes, mesh), corpus)
-    }
-    if distinct:
-        on_start(len(distinct))
-        _compile(list(distinct.items()), corpus)
-
-
-def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
-    """Raises `ReproError` for tokens beyond the model's vocabulary, or a text that is too short."""
-    if corpus.vocab_size > config.model.vocab_size:
-        raise ReproError(
-            f"corpus {corpus.name} has {corpus.vocab_size} token ids and the model {config.model.vocab_size}; "
-            f"set train.model.vocab-size to at least {corpus.vocab_size}."
-        )
-    corpus.batch(0, 0, batch_size=config.batch_size, length=config.length)
-    corpus.validation(config.eval_windows, config.length)
-
-
-def identity(config: TrainConfig, lanes: Sequence[Lane], corpus: Corpus) -> str:
-    """A hash of everything that a job's result depends on, beside the versions of the libraries."""
-    text = json.dumps(
-        [dataclasses.asdict(config.structure()), [(*lane.numbers, lane.seed) for lane in lanes], corpus.sha256],
-        sort_keys=True,
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def train(
     config: TrainConfig,
     lanes: Sequence[Lane],
@@ -239,32 +60,14 @@ def train(
     newest save with the bits of an uninterrupted job. Raises `ReproError` for tokens beyond the model's vocabulary, a
     text that is too short, or a checkpoint of another configuration.
     """
-    check_corpus(config, corpus)
-    mesh = lane_mesh() if mesh is None else mesh
-    windows = place(corpus.validation(config.eval_windows, config.length), mesh, lanes=False)
-
-    seats = Seats(len(lanes), mesh)
-    programs = compiled(config, seats, corpus)
-    numbers = seats.put(
-        config.numbers_type()(*(np.array(c, np.float32) for c in zip(*(lane.numbers for lane in lanes), strict=True)))
-    )
-    seeds, seed_of = np.unique([lane.seed for lane in lanes], return_inverse=True)
-    state = programs.init(seats.counts, seats.put(np.array([lane.seed for lane in lanes], np.uint32)))
-
-    done, curves = 0, []
+    job = Job(config, lanes, corpus, lane_mesh() if mesh is None else mesh)
+    state, done, curves = job.start(), 0, []
     saves = None if checkpoints is None else Checkpoints(checkpoints)
-    name = identity(config, lanes, corpus)
     if saves is not None and (latest := saves.latest()) is not None:
-        state, past = saves.restore(latest, name, state, programs.metrics_like(latest, len(lanes)))
+        state, past = saves.restore(latest, job.name, state, job.programs.metrics_like(latest, len(lanes)))
         done, curves = latest, [past]
 
-    def batches(start: int, stop: int) -> jax.Array:
-        of_seeds = corpus.batches(
-            seeds.tolist(), range(start, stop), batch_size=config.batch_size, length=config.length
-        )
-        return seats.put(np.moveaxis(of_seeds[:, seed_of], 1, 0))
-
-    length = steps_per_chunk(config, mesh)
+    length = steps_per_chunk(config, job.mesh)
     tokens = config.batch_size * config.length * len(lanes)
     clock = saved_at = time.monotonic()
     pending: list[tuple[int, int, Metrics]] = []
@@ -272,7 +75,7 @@ def train(
     def collect() -> None:
         nonlocal clock
         start, stop, metrics = pending.pop(0)
-        curves.append({name: np.moveaxis(values, 1, 0) for name, values in seats.take(metrics).items()})
+        curves.append(job.take(metrics))
         now = time.monotonic()
         rate = tokens * (stop - start) / max(now - clock, 1e-9)
         on_chunk(Progress(stop, config.steps, len(lanes), rate, curves[-1]))
@@ -280,7 +83,7 @@ def train(
 
     while done < config.steps:
         stop = min(done + length, config.steps)
-        state, metrics = programs.chunk(stop - done)(seats.counts, state, batches(done, stop), numbers)
+        state, metrics = job.advance(state, done, stop)
         pending.append((done, stop, metrics))
         done = stop
         if len(pending) > 1:
@@ -288,14 +91,14 @@ def train(
         if saves is not None and done < config.steps and time.monotonic() - saved_at >= checkpoint_seconds:
             while pending:
                 collect()
-            saves.save(done, name, state, _joined(curves))
+            saves.save(done, job.name, state, _joined(curves))
             saved_at = time.monotonic()
     while pending:
         collect()
-    final = seats.take(programs.evaluate(seats.counts, (state.params, state.buffers), windows))
+    final = job.evaluate(state)
     if saves is not None:
         saves.close()
-    return JobResult(_joined(curves), final, seats.take(state.params), seats.take(state.buffers))
+    return JobResult(_joined(curves), final, job.seats.take(state.params), job.seats.take(state.buffers))
 
 
 def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

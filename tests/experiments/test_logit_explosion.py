@@ -18,7 +18,7 @@ from repro.claims import Run, Runs, decide, decide_all, gather
 from repro.claims.runs import parse_place
 from repro.models import SIZES
 from repro.train import Numbers, Program
-from repro.train.loop import identity
+from repro.train.job import identity
 
 ROOT = Path(repro.__file__).parents[1]
 EXPERIMENT = catalogue.load("logit-explosion")

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-import repro.train.loop as loop
+from repro.train import compiled as programs
 from repro.data import Corpus
 from repro.errors import ReproError
 from repro.train import Lane, Numbers, Program, lane_mesh, prepare, train
@@ -77,12 +77,12 @@ def test_numbers_are_data(tiny, kjv, quick_compile):
     events = []
     listener = lambda name, seconds, **_: events.append(name) if "compile" in name else None
     jax.monitoring.register_event_duration_secs_listener(listener)
-    before = len(loop._compiled)
+    before = len(programs._compiled)
     try:
         other = Lane(Numbers(0.3, 0.5, 1.0, 0.1), 99)
         changed = dataclasses.replace(tiny, learning_rate=0.3, weight_decay=0.5, tau=1.0, z_loss=0.1)
         result = train(changed, [other, A, B, C], kjv)
-        assert len(loop._compiled) == before and events == []
+        assert len(programs._compiled) == before and events == []
         jax.jit(lambda x: x * 3.25)(np.float32(1))
         assert events, "the listener hears a compilation"
     finally:
@@ -91,18 +91,18 @@ def test_numbers_are_data(tiny, kjv, quick_compile):
     heard = []
     prepare([(tiny, 2), (changed, 1)], kjv, on_start=heard.append)
     assert heard == []
-    assert not loop.is_compiled(dataclasses.replace(tiny, batch_size=3), Seats(1, lane_mesh()), kjv)
+    assert not programs.is_compiled(dataclasses.replace(tiny, batch_size=3), Seats(1, lane_mesh()), kjv)
 
 
 def test_structures_share_the_programs_that_they_have_in_common(tiny, kjv, quick_compile):
     seats = Seats(2, lane_mesh())
     one, other, third = (
-        loop.compiled(c, seats, kjv)
+        programs.compiled(c, seats, kjv)
         for c in (tiny, dataclasses.replace(tiny, schedule="constant"), dataclasses.replace(tiny, eval_windows=2))
     )
     assert one.init is other.init is third.init and one.evaluate is other.evaluate
     assert one.evaluate is not third.evaluate
-    length = loop.steps_per_chunk(tiny, lane_mesh())
+    length = programs.steps_per_chunk(tiny, lane_mesh())
     assert one.chunk(length) is not other.chunk(length)
 
 

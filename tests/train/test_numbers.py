@@ -10,7 +10,7 @@ from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
 from repro.models.config import QKNorm
 from repro.train import NUMERIC, JobResult, TrainConfig, at_size, summarise, with_settings
-from repro.train.loop import chunk_length
+from repro.train.compiled import chunk_length
 from repro.train.optimizer import OptimizerConfig
 from repro.train.schedule import fraction
 from repro.train.summary import tail
