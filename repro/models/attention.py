@@ -49,13 +49,14 @@ class Attention(QKNorm, nnx.Module):
         return own * yarn_logits(self.config.yarn)
 
     def output(
-        self, x_BTD: jax.Array, raw_BHTS: jax.Array, v_BSHV: jax.Array, key: jax.Array | None, use: int
+        self, x_BTD: jax.Array, raw_BHTS: jax.Array, v_BSHV: jax.Array, key: jax.Array | None, use: int, details: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The output [B, T, D] and the statistics of `logit_statistics` [H], from the scaled logits and the values.
-        `use` is the number of the output projection among the uses of `key`, and the next one that of the gate."""
+        `use` is the number of the output projection among the uses of `key`, and the next one that of the gate;
+        `details` asks for all statistics."""
         config = self.config
         sink_H = self.sink_H[...] if config.attention_sink else None
-        mixed_BTHV, statistics = attend(raw_BHTS, v_BSHV, config.soft_cap, sink_H)
+        mixed_BTHV, statistics = attend(raw_BHTS, v_BSHV, config.soft_cap, sink_H, details)
         if config.output_gate:
             gate_BTHV = linear(x_BTD, self.gate_DHV[...], config, "attention", folded(key, use + 1))
             mixed_BTHV = mixed_BTHV * jax.nn.sigmoid(gate_BTHV.astype(jnp.float32)).astype(mixed_BTHV.dtype)
@@ -84,9 +85,11 @@ class MultiHeadAttention(Attention):
         )  # fmt: skip
         self.add_rest(K, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]. `key` is for policies
-        that round stochastically."""
+    def __call__(
+        self, x_BTD: jax.Array, key: jax.Array | None = None, details: bool = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H], with `details` all of
+        them. `key` is for policies that round stochastically."""
         config = self.config
         with jax.named_scope("qkv"):
             q_BTHK, k_BSHK, v_BSHV = (
@@ -100,4 +103,4 @@ class MultiHeadAttention(Attention):
         with jax.named_scope("logits"):
             raw_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
             raw_BHTS = raw_BHTS * self.logit_factor()
-        return self.output(x_BTD, raw_BHTS, v_BSHV, key, 3)
+        return self.output(x_BTD, raw_BHTS, v_BSHV, key, 3, details)

@@ -69,15 +69,16 @@ class Block(nnx.Module):
         layer: jax.Array | int = 0,
         tokens_BT: jax.Array | None = None,
         routes_BTK: jax.Array | None = None,
+        details: bool = False,
     ) -> tuple[Any, dict[str, jax.Array], FFNRecord]:
         """The carry after the layer, the statistics of its attention logits [H], and the record of the feed-forward
-        block. `tokens_BT` are for hash routing, `routes_BTK` replace the experts that a router would choose. The
-        record's `buffers` are those of the whole layer, by child."""
+        block. `tokens_BT` are for hash routing, `routes_BTK` replace the experts that a router would choose;
+        `details` asks for all statistics. The record's `buffers` are those of the whole layer, by child."""
         modules, buffers = {"attention": self.attention, "ffn": self.ffn}, {}
         if hasattr(self, "sigma"):
             modules, buffers["sigma"] = self.sigma(modules)
         experts = {} if isinstance(self.ffn, DenseFFN) else {"tokens_BT": tokens_BT, "routes_BTK": routes_BTK}
-        attend = lambda x_BTD: modules["attention"](x_BTD, folded(key, 0))
+        attend = lambda x_BTD: modules["attention"](x_BTD, folded(key, 0), details)
         feed = lambda x_BTD: modules["ffn"](x_BTD, folded(key, 1), **experts)
         carry, logit_stats = self.attention_link(carry, self.attention_norm, attend, jnp.asarray(2 * layer))
         carry, record = self.ffn_link(carry, self.ffn_norm, feed, jnp.asarray(2 * layer + 1))

@@ -54,9 +54,11 @@ class MultiHeadLatentAttention(Attention):
         )  # fmt: skip
         self.add_rest(V, rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H]. `key` is for policies
-        that round stochastically."""
+    def __call__(
+        self, x_BTD: jax.Array, key: jax.Array | None = None, details: bool = False
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the attention output [B, T, D] and the statistics of `logit_statistics` [H], with `details` all of
+        them. `key` is for policies that round stochastically."""
         config, K = self.config, self.config.nope_size
         apply = lambda x, w, i: linear(x, w[...], config, "attention", folded(key, i))
         with jax.named_scope("q"):
@@ -83,4 +85,4 @@ class MultiHeadLatentAttention(Attention):
             else:
                 raw_BHTS += jnp.einsum("bthr,bshr->bhts", q_BTHR, k_BSHR, preferred_element_type=jnp.float32)
             raw_BHTS *= self.logit_factor()
-        return self.output(x_BTD, raw_BHTS, v_BSHV, key, 6)
+        return self.output(x_BTD, raw_BHTS, v_BSHV, key, 6, details)

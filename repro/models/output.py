@@ -76,6 +76,11 @@ class Stats:
     there are some."""
     hidden_rms: jax.Array
     """[L] their root mean square."""
+    logit_p999: jax.Array | None = None
+    """[L, H] 99.9th percentile of the raw logits; on request (`details`)."""
+    relative_entropy: jax.Array | None = None
+    """[L, H] attention entropy over its largest possible value, the log of the number of positions in sight: 1 is even
+    weights. Mean over batch and all query positions but the first; on request (`details`)."""
     moe: MoEStats | None = None
     """Where there are experts."""
     residual: ResidualStats | None = None

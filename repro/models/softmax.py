@@ -27,11 +27,14 @@ def causal_softmax(logits_BHTS: jax.Array, mask_TS: np.ndarray, sink_H: jax.Arra
     return weight_BHTS / (weight_BHTS.sum(-1, keepdims=True) + jnp.exp(sink_H11 - top_BHT1))
 
 
-def logit_statistics(raw_BHTS: jax.Array, seen_BHTS: jax.Array, mask_TS: np.ndarray) -> dict[str, jax.Array]:
+def logit_statistics(
+    raw_BHTS: jax.Array, seen_BHTS: jax.Array, mask_TS: np.ndarray, details: bool = False
+) -> dict[str, jax.Array]:
     """Per-head statistics `[H]` of attention logits over unmasked positions (fields of `Stats`).
 
     `raw_BHTS` are the scaled products q.k, `seen_BHTS` what the softmax sees (after a soft-cap, if any). The entropy is
-    that of the weights among positions: what a sink takes is left out, and the others sum to 1 again.
+    that of the weights among positions: what a sink takes is left out, and the others sum to 1 again. With `details`
+    those that take longer too.
     """
     raw, seen = jax.lax.stop_gradient((raw_BHTS, seen_BHTS))
     top_BHT1 = jnp.max(jnp.where(mask_TS, seen, _MASKED), -1, keepdims=True)
@@ -41,24 +44,48 @@ def logit_statistics(raw_BHTS: jax.Array, seen_BHTS: jax.Array, mask_TS: np.ndar
     mean_BHT = jnp.where(mask_TS, weight * (seen - top_BHT1), 0.0).sum(-1) / total_BHT
     max_abs = jnp.where(mask_TS, jnp.abs(raw), 0.0).max((0, 2, 3))
     capped = max_abs if seen_BHTS is raw_BHTS else jnp.where(mask_TS, jnp.abs(seen), 0.0).max((0, 2, 3))
-    return {
+    statistics = {
         "max_logit": jnp.where(mask_TS, raw, -jnp.inf).max((0, 2, 3)),
         "max_abs_logit": max_abs,
         "max_capped_logit": capped,
         "entropy": (jnp.log(total_BHT) - mean_BHT).mean((0, 2)),
     }
+    if details:
+        statistics["logit_p999"] = upper_quantile(jnp.moveaxis(raw, 1, 0), mask_TS, 0.999)
+        statistics["relative_entropy"] = _relative(jnp.log(total_BHT) - mean_BHT, mask_TS)
+    return statistics
+
+
+def upper_quantile(values_HBTS: jax.Array, mask_TS: np.ndarray, q: float) -> jax.Array:
+    """The q-quantile of the unmasked values, interpolated linearly, over all axes but the first; cheap for q near 1."""
+    count = mask_TS.sum() * values_HBTS.shape[1]
+    place = (1 - q) * (count - 1)  # from the top
+    above, part = int(place), place - int(place)
+    rows = jnp.where(mask_TS, values_HBTS, -jnp.inf).reshape(values_HBTS.shape[0], -1)
+    top = jax.lax.top_k(rows, min(above + 2, rows.shape[1]))[0]
+    low, high = (top[:, min(above + i, int(count) - 1)] for i in (1, 0))
+    return jnp.where(part > 0, (1 - part) * high + part * low, high)
+
+
+def _relative(entropy_BHT: jax.Array, mask_TS: np.ndarray) -> jax.Array:
+    """[H]; 1 where every query sees one position, which leaves no choice."""
+    sights = mask_TS.sum(1)
+    if (sights < 2).all():
+        return jnp.ones(entropy_BHT.shape[1], jnp.float32)
+    return (entropy_BHT[..., sights > 1] / np.log(sights[sights > 1]).astype(np.float32)).mean((0, 2))
 
 
 def attend(
-    raw_BHTS: jax.Array, v_BSHV: jax.Array, cap: float, sink_H: jax.Array | None = None
+    raw_BHTS: jax.Array, v_BSHV: jax.Array, cap: float, sink_H: jax.Array | None = None, details: bool = False
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Values mixed by the causal softmax of float32 logits, [B, T, H, V], and the statistics of those logits [H].
 
-    `cap` is that of a soft-cap, 0 for none; `sink_H` are the logits of the sinks, which are not capped.
+    `cap` is that of a soft-cap, 0 for none; `sink_H` are the logits of the sinks, which are not capped. `details` asks
+    for all statistics.
     """
     seen_BHTS = soft_cap(raw_BHTS, cap) if cap else raw_BHTS
     mask_TS = np.tril(np.ones(raw_BHTS.shape[-2:], bool))
     weights_BHTS = causal_softmax(seen_BHTS, mask_TS, sink_H).astype(v_BSHV.dtype)
     with jax.named_scope("mix"):
         mixed_BTHV = jnp.einsum("bhts,bshv->bthv", weights_BHTS, v_BSHV)
-    return mixed_BTHV, logit_statistics(raw_BHTS, seen_BHTS, mask_TS)
+    return mixed_BTHV, logit_statistics(raw_BHTS, seen_BHTS, mask_TS, details)

@@ -65,11 +65,13 @@ class Transformer(nnx.Module):
         tokens_BT: jax.Array,
         *,
         hidden: bool = False,
+        details: bool = False,
         key: jax.Array | None = None,
         routes: jax.Array | None = None,
     ) -> Output:
         """Next-token logits for `tokens_BT` (integers below the vocabulary size); see `Output`.
 
+        `details` asks for the statistics that take longer (`Stats.logit_p999`, `relative_entropy`).
         `key`, a JAX random key, is needed where the config's precision rounds stochastically; `ReproError` without it.
         `routes` [layers with experts, B, T, K] are experts chosen elsewhere, such as `Output.routes` of older
         parameters (Anticipatory Routing); the gates of those experts are still of these parameters.
@@ -85,7 +87,9 @@ class Transformer(nnx.Module):
         carry, done, records, buffers = self.ends.enter(embedded_BTD), _Done(), [], {}
         for name, segment in zip(self.stacked, config.segments, strict=True):
             own = None if routes is None else routes[done.routed : done.routed + _routed(segment)]
-            carry, found, next_buffers = self._scan(name, segment, done.layers, carry, tokens_BT, own, hidden, key)
+            carry, found, next_buffers = self._scan(
+                name, segment, done.layers, carry, tokens_BT, own, hidden, details, key
+            )
             records.append(found)
             buffers |= {name: next_buffers} if next_buffers else {}
             done = _Done(done.layers + len(segment[0]) * segment[1], done.routed + _routed(segment))
@@ -103,7 +107,7 @@ class Transformer(nnx.Module):
 
     def _scan(
         self, name: str, segment: Segment, first: int, carry: Any, tokens_BT: jax.Array, routes: Any, hidden: bool,
-        key: jax.Array | None,
+        details: bool, key: jax.Array | None,
     ) -> tuple[Any, tuple, Any]:  # fmt: skip
         """One segment: the carry after it, what `_joined` joins, and its next buffers."""
         config, (unit, repeats) = self.config, segment
@@ -117,7 +121,9 @@ class Transformer(nnx.Module):
             found, updated = [], {}
             for i, block in enumerate(blocks):
                 own = given[routed.index(i)] if given is not None and i in routed else None
-                carry, logit_stats, record = block(carry, folded(key, number + i + 1), number + i, tokens_BT, own)
+                carry, logit_stats, record = block(
+                    carry, folded(key, number + i + 1), number + i, tokens_BT, own, details
+                )
                 x_BTD = self.ends.view(carry)
                 stats = layer_stats(logit_stats, x_BTD, record)
                 found.append(
