@@ -1,0 +1,1 @@
+"""Faults that are put into training by hand, and who notices; see docs/drills.md."""
