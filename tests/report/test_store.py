@@ -16,11 +16,9 @@ from repro.report.store import BITS, COLOURS, POINTS, few_colours, round_bits, s
 
 
 def _png():
-    """A picture of 40,000 colours."""
-    pixels = np.zeros((200, 200, 3), np.uint8)
-    pixels[..., 0], pixels[..., 1] = np.indices((200, 200))
+    """A picture of many colours."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 60, 3), np.uint8)).save(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -105,6 +103,15 @@ def test_figures_have_few_colours():
     small = few_colours(_png())
     assert len(small) < len(_png()) and len(Image.open(io.BytesIO(small)).getcolors()) <= COLOURS
     assert few_colours(small) == small
+
+
+def test_the_colour_of_a_thin_line_is_exact():
+    pixels = np.full((200, 200, 3), 255, np.uint8)
+    pixels[:100] = np.indices((100, 200)).sum(0)[..., None] % 256
+    pixels[150] = (213, 94, 0)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="png")
+    assert Image.open(io.BytesIO(few_colours(buffer.getvalue()))).convert("RGB").getpixel((7, 150)) == (213, 94, 0)
 
 
 def test_an_edited_run_is_refused(run, tmp_path):
