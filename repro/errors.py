@@ -1,4 +1,4 @@
-"""The one exception that a user can cause."""
+"""What a user can cause."""
 
 
 class ReproError(Exception):
@@ -7,3 +7,11 @@ class ReproError(Exception):
     The message is one sentence that names what was wrong and what would be right. The command line prints it
     and exits with code 2, without a traceback.
     """
+
+
+class Stopped(Exception):
+    """Training was asked to stop, and did so at a chunk boundary; `saved` says whether a checkpoint was written."""
+
+    def __init__(self, step: int, steps: int, saved: bool) -> None:
+        super().__init__(f"stopped after step {step} of {steps}{'' if saved else ', nothing saved'}")
+        self.step, self.steps, self.saved = step, steps, saved

@@ -1,11 +1,28 @@
-"""Checkpoints of a job: its training state and the metrics so far, so that a resumed job knows its past."""
+"""Checkpoints of a job: its state and the metrics so far, so that a resumed job knows its past.
+
+    checkpoints/JOB/
+      40/state/            the state, as Orbax writes it
+      40/manifest.json     origin, loss, digests of the state, SHA-256 of every file; written last
+      curves/0-40.npz      metrics of steps 0 to 39, [step, run, ...]; each checkpoint adds the steps since the last
+
+A checkpoint is written under another name and renamed when it is whole. Its hashes are compared before it is restored,
+since Orbax reads a file with a flipped bit without complaint.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
 import logging
+import math
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +30,320 @@ import jax
 import numpy as np
 
 from repro.errors import ReproError
+from repro.files import sha256, sync_folder, write_atomically
+from repro.train.origin import differences
+
+Curves = dict[str, np.ndarray]
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was written. The message names the file and what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The state of a job after `step` steps, its metrics until then, and what differs from the job that wrote it."""
+
+    step: int
+    state: Any
+    curves: Curves
+    digests: tuple[str, ...]
+    """SHA-256 of each run's state."""
+    differences: tuple[str, ...] = ()
+
+
+def digests(state: Any) -> tuple[str, ...]:
+    """SHA-256 over the bits of each run's part of `state`, whose arrays on the host are [run, ...]."""
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(state)]
+
+    def digest(run: int) -> str:
+        sums = hashlib.sha256()
+        for leaf in leaves:
+            sums.update(leaf[run].tobytes())
+        return sums.hexdigest()
+
+    return tuple(digest(run) for run in range(len(leaves[0])))
+
+
+def mean_loss(curves: Mapping[str, np.ndarray]) -> float:
+    """Mean training loss over the steps and runs of a chunk; infinite if it is not finite."""
+    loss = float(np.mean(curves["loss"], dtype=np.float64))
+    return loss if math.isfinite(loss) else math.inf
 
 
 class Checkpoints:
-    """Orbax checkpoints under `folder`, newest kept. Only this module touches them.
+    """Checkpoints under `folder`: the newest `keep`, and beside them the one with the least loss. Only this class
+    touches them.
 
-    A checkpoint becomes visible by a rename after it is complete, so an interrupted save leaves the previous one.
+    `save` returns at once and one thread writes; what goes wrong there is raised by the next `save`, `check` or
+    `close` as OSError, and the checkpoints before it stand. `origin` says what the job's bits depend on (see
+    `repro.train.origin`); it is called at the first save or restore. `on_note` hears of damage, in one line.
     """
 
-    def __init__(self, folder: Path) -> None:
-        for name in ("absl", "asyncio"):  # Orbax raises what it logs, and would add a traceback for each of its tasks
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        import orbax.checkpoint as ocp  # slow to import, and not every run saves
+    def __init__(
+        self,
+        folder: Path,
+        origin: Callable[[], Mapping[str, Any]],
+        *,
+        keep: int = 2,
+        on_note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if keep < 1:
+            raise ReproError(f"{keep} checkpoints cannot be kept; at least 1.")
+        self.folder, self._origin, self._keep, self._on_note = Path(folder).resolve(), origin, keep, on_note
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._curves: list[dict[str, Any]] = []  # the files that hold the metrics so far, as in a manifest
 
-        self.folder = Path(folder).resolve()
-        self._ocp = ocp
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True, enable_async_checkpointing=False),
-        )
+    def __enter__(self) -> Checkpoints:
+        return self
 
-    def latest(self) -> int | None:
-        """The newest complete step, or None."""
-        return self._manager.latest_step()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # what the block raised says more
+            with contextlib.suppress(Exception):
+                self.close()
 
-    def save(self, step: int, identity: str, state: Any, metrics: dict[str, np.ndarray]) -> None:
-        """Writes `state` (a tree of arrays) and the metrics so far (step axis first). Raises OSError if the disk is
-        full; the previous checkpoint then stands."""
-        leaves = {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state))}
-        items = self._ocp.args.Composite(
-            state=self._ocp.args.StandardSave(leaves),
-            curves=self._ocp.args.StandardSave(metrics),
-            identity=self._ocp.args.JsonSave({"identity": identity}),
-        )
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, newest first, intact or not."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((int(p.name) for p in self.folder.iterdir() if p.name.isdigit()), reverse=True)
+
+    # Saving
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def check(self) -> None:
+        """Raises what went wrong while writing: OSError, where the disk is full."""
+        if self._writing is not None and self._writing.done():
+            done, self._writing = self._writing, None
+            done.result()
+
+    def save(self, step: int, state: Any, curves: Sequence[Curves], loss: float) -> None:
+        """Begins to write `state` (a tree of arrays on the host, [run, ...], which nobody changes any more) and the
+        metrics of the steps since the last save. `loss` decides which checkpoint is best. Waits for the save before."""
+        self.wait()
+        origin = dict(self._origin())
+        self._writing = self._writer.submit(self._write, step, state, [*curves], loss, origin)
+
+    def wait(self) -> None:
+        """Waits until all is written. Raises as `check`."""
+        if self._writing is not None:
+            self._writing.exception()
+        self.check()
+
+    def _write(self, step: int, state: Any, curves: list[Curves], loss: float, origin: dict[str, Any]) -> None:
+        partial = self.folder / f".{step}"
         try:
-            self._manager.save(step, args=items)
-        except Exception as error:
-            # TensorStore raises ValueError for a full disk, with the system's number in its text.
-            number = re.search(r"os_error_code='(\d+)'", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(self.folder)) from error
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            segments = [*self._curves, self._write_curves(step, curves)] if curves else [*self._curves]
+            leaves = jax.tree.leaves(state)
+            shapes = [[str(leaf.dtype), list(np.shape(leaf))] for leaf in leaves]
+            with _raises_os_errors(self.folder):
+                _orbax().save(partial / "state", args=_arguments().StandardSave(_named(leaves)))
+            files = {str(p.relative_to(partial)): _entry(p) for p in sorted(partial.rglob("*")) if p.is_file()}
+            manifest = {
+                "step": step, "loss": loss if math.isfinite(loss) else None, "origin": origin,
+                "digests": digests(state), "leaves": shapes, "files": files, "curves": segments,
+            }  # fmt: skip
+            write_atomically(partial / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+            shutil.rmtree(self.folder / str(step), ignore_errors=True)
+            os.rename(partial, self.folder / str(step))
+            sync_folder(self.folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._curves = segments
+        self._prune()
 
-    def restore(self, step: int, identity: str, like: Any, metrics_like: Any) -> tuple[Any, dict[str, np.ndarray]]:
-        """The state (with the structure and sharding of `like`) and metrics of `step`.
+    def _write_curves(self, step: int, curves: list[Curves]) -> dict[str, Any]:
+        joined = {name: np.concatenate([part[name] for part in curves]) for name in curves[0]}
+        buffer = io.BytesIO()
+        np.savez(buffer, **joined)
+        path = self.folder / "curves" / f"{step - len(joined['loss'])}-{step}.npz"
+        write_atomically(path, buffer.getvalue())
+        return {"file": path.name} | _entry(path)
 
-        Raises `ReproError` if the checkpoint was written by another configuration, or is damaged.
+    def _prune(self) -> None:
+        """Removes all checkpoints but the newest and the best."""
+        losses = {step: self._loss(step) for step in self.steps()}
+        best = min(losses, key=lambda step: (losses[step], -step), default=None)
+        for step in [*losses][self._keep :]:
+            if step != best:
+                shutil.rmtree(self.folder / str(step), ignore_errors=True)
+
+    def _loss(self, step: int) -> float:
+        try:
+            loss = self._manifest(step).get("loss")
+        except Damaged:
+            return math.inf
+        return math.inf if loss is None else loss
+
+    def best(self) -> int | None:
+        """The step of the checkpoint with the least loss, the newest such, or None if there is none."""
+        losses = {step: self._loss(step) for step in self.steps()}
+        return min(losses, key=lambda step: (losses[step], -step), default=None)
+
+    # Restoring
+
+    def restore(
+        self, like: Any, *, at_most: int | None = None, accept_differences: bool = False, keep_later: bool = False
+    ) -> Restored | None:
+        """The newest intact checkpoint (of at most so many steps), with the structure of `like`, or None. Damaged ones
+        are passed over with a note, and removed with all that is newer than what is restored unless `keep_later`.
+
+        Raises `ReproError` naming the differences to the job that wrote it, unless they are accepted.
         """
-        args = self._ocp.args
-        found = self._read(step, identity=args.JsonRestore())
-        if found["identity"]["identity"] != identity:
-            raise ReproError(
-                f"the checkpoint in {self.folder} belongs to another configuration; resume the run that wrote it, "
-                "or remove that folder to start this job at step 0."
-            )
-        leaves, treedef = jax.tree.flatten(like)
-        names = [f"{i:04d}" for i in range(len(leaves))]
-        restored = self._read(
-            step,
-            state=args.StandardRestore(dict(zip(names, leaves, strict=True))),
-            curves=args.StandardRestore(metrics_like),
-        )
-        state = jax.tree.unflatten(treedef, [restored["state"][name] for name in names])
-        return state, {name: np.asarray(value) for name, value in restored["curves"].items()}
+        damaged: list[str] = []
+        found = None
+        for step in self.steps():
+            if at_most is not None and step > at_most:
+                continue
+            try:
+                manifest = self._manifest(step)
+                self._verify(step, manifest)
+                found = self._load(step, manifest, like, accept_differences)
+                break
+            except Damaged as error:
+                damaged.append(f"the checkpoint of step {step} is damaged ({error})")
+        if damaged:
+            onwards = "starting at step 0" if found is None else f"going on from step {found.step}"
+            self._on_note(f"{'; '.join(damaged)}; {onwards}")
+        if not keep_later:
+            self._curves = [] if found is None else self._manifest(found.step)["curves"]
+            self._remove_after(0 if found is None else found.step)
+        return found
 
-    def _read(self, step: int, **items: Any) -> Any:
+    def _remove_after(self, last: int) -> None:
+        """What is newer than a step, and what a killed process left half written."""
+        if not self.folder.is_dir():
+            return
+        known = {entry["file"] for entry in self._curves}
+        for path in [*self.folder.iterdir()]:
+            if path.name.startswith(".") or path.name.isdigit() and int(path.name) > last:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in [*(self.folder / "curves").glob("*")]:
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+    def _manifest(self, step: int) -> dict[str, Any]:
         try:
-            return self._manager.restore(step, args=self._ocp.args.Composite(**items))
-        except Exception as error:  # whatever Orbax meets first in a damaged file: there is no common class
+            manifest = json.loads((self.folder / str(step) / "manifest.json").read_bytes())
+        except FileNotFoundError as error:
+            raise Damaged("manifest.json is missing") from error
+        except (ValueError, OSError) as error:
+            raise Damaged("manifest.json cannot be read") from error
+        if not isinstance(manifest, dict) or manifest.get("step") != step or not {"files", "curves"} <= manifest.keys():
+            raise Damaged("manifest.json is not that of this step")
+        return manifest
+
+    def _verify(self, step: int, manifest: dict[str, Any]) -> None:
+        """Compares every file with its hash. Raises `Damaged` at the first that is another."""
+        place = self.folder / str(step)
+        named = [(place / name, entry) for name, entry in manifest["files"].items()]
+        named += [(self.folder / "curves" / entry["file"], entry) for entry in manifest["curves"]]
+        for path, entry in named:
+            name = path.relative_to(self.folder if path.parent.name == "curves" else place)
+            if not path.is_file():
+                raise Damaged(f"{name} is missing")
+            if (size := path.stat().st_size) != entry["bytes"]:
+                raise Damaged(f"{name} has {size} bytes of {entry['bytes']}")
+            if sha256(path) != entry["sha256"]:
+                raise Damaged(f"the SHA-256 of {name} is not that of the manifest")
+
+    def _load(self, step: int, manifest: dict[str, Any], like: Any, accept: bool) -> Restored:
+        found = differences(manifest["origin"], self._origin())
+        if found and not accept:
             raise ReproError(
-                f"the checkpoint in {self.folder} cannot be read; remove that folder to start this job at step 0."
-            ) from error
+                f"the checkpoint of step {step} in {self.folder} was written with {', '.join(found)}; resume where it "
+                "was written, go on with --accept-differences, or remove that folder to start at step 0."
+            )
+        leaves, tree = jax.tree.flatten(like)
+        wanted = [[str(leaf.dtype), list(np.shape(leaf))] for leaf in leaves]
+        if wanted != manifest["leaves"]:
+            raise ReproError(
+                f"the checkpoint of step {step} in {self.folder} holds {_arrays(manifest['leaves'])}, and the state of "
+                f"this job {_arrays(wanted)}; remove that folder to start at step 0."
+            )
+        empty = [np.zeros(np.shape(leaf), leaf.dtype) for leaf in leaves]
+        arguments = _arguments().StandardRestore(_named(empty))
+        try:
+            read = _orbax().restore(self.folder / str(step) / "state", args=arguments)
+        except Exception as error:  # whatever Orbax meets first: there is no common class
+            raise Damaged(f"Orbax cannot read it: {type(error).__name__}") from error
+        state = jax.tree.unflatten(tree, [np.asarray(read.get(f"{i:04d}", e)) for i, e in enumerate(empty)])
+        if digests(state) != tuple(manifest["digests"]):
+            raise Damaged("the state does not have the digests of the manifest")
+        return Restored(step, state, self._read_curves(manifest), tuple(manifest["digests"]), tuple(found))
+
+    def _read_curves(self, manifest: dict[str, Any]) -> Curves:
+        parts = []
+        for entry in manifest["curves"]:
+            with np.load(self.folder / "curves" / entry["file"]) as file:
+                parts.append({name: file[name] for name in file.files})
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def digests_of(self, step: int) -> tuple[str, ...]:
+        """The digests in the manifest of a step. Raises `Damaged`."""
+        return tuple(self._manifest(step)["digests"])
+
+    # The end
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits for what is being written. Raises as `check`."""
+        self._writer.shutdown(wait=True)
+        self.wait()
 
     def remove(self) -> None:
         """Deletes all checkpoints of this job."""
-        self.close()
+        with contextlib.suppress(OSError):
+            self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _named(leaves: Sequence[Any]) -> dict[str, Any]:
+    """By number. Orbax does not keep arrays without values."""
+    return {f"{i:04d}": leaf for i, leaf in enumerate(leaves) if np.size(leaf)}
+
+
+def _arrays(leaves: Sequence[Any]) -> str:
+    return f"{len(leaves)} arrays of {sum(math.prod(shape) for _, shape in leaves)} values"
+
+
+def _arguments() -> Any:
+    import orbax.checkpoint as ocp  # slow to import, and not every run saves
+
+    return ocp.args
+
+
+def _orbax() -> Any:
+    for name in ("absl", "asyncio"):  # Orbax raises what it logs, and would add a traceback for each of its tasks
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    import orbax.checkpoint as ocp
+
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+
+
+@contextlib.contextmanager
+def _raises_os_errors(folder: Path) -> Iterator[None]:
+    """TensorStore raises ValueError for a full disk, with the system's number in its text."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        number = re.search(r"os_error_code='(\d+)'", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error

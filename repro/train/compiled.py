@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from repro.data import Corpus
 from repro.train.config import TrainConfig
 from repro.train.mesh import Seats, batched, lane_mesh, over_lanes
-from repro.train.step import Metrics, TrainState
+from repro.train.step import Metrics, Periodic, TrainState
 
 # Steps per chunk. On a CPU, where lanes run one after another, short chunks cost nothing and show progress.
 _STEPS_BATCHED, _STEPS_ONE_BY_ONE = 50, 10
@@ -31,13 +31,23 @@ def chunk_length(steps: int, most: int) -> int:
     return best if 2 * best > most else most
 
 
+_MONITORED_WINDOWS = 8
+"""Windows of validation text that dear monitors see."""
+
+
+def validation_shape(config: TrainConfig) -> tuple[int, int]:
+    """Windows and tokens that dear monitors see."""
+    return min(_MONITORED_WINDOWS, config.eval_windows), config.length + 1
+
+
 def steps_per_chunk(config: TrainConfig, mesh: jax.sharding.Mesh) -> int:
     return chunk_length(config.steps, _STEPS_BATCHED if batched(mesh) else _STEPS_ONE_BY_ONE)
 
 
 class Compiled:
     """The compiled programs of one structure on one mesh: `init(counts, seeds)`, `chunk(steps)(counts, state, windows,
-    numbers)` and `evaluate(counts, (params, buffers), windows)`, all over seats. They are compiled in `pool`, each by itself."""
+    numbers, periodic)` and `evaluate(counts, (params, buffers), windows)`, all over seats but `periodic`, which is for dear
+    monitors (`Periodic` over steps; None without any). They are compiled in `pool`, each by itself."""
 
     def __init__(self, config: TrainConfig, seats: Seats, token_type: str, pool: Executor) -> None:
         self.program = config.program_class()(config)
@@ -52,9 +62,9 @@ class Compiled:
         self._state = like(jax.eval_shape(init, self._counts, seeds))
         self._over: Callable[..., Any] = over
         self._chunks: dict[int, Future[Any]] = {}
-        windows = jax.ShapeDtypeStruct(
-            (config.eval_windows, config.length + 1), token_type, sharding=NamedSharding(seats.mesh, P())
-        )
+        whole = NamedSharding(seats.mesh, P())
+        self._common = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+        windows = self._common((config.eval_windows, config.length + 1), token_type)
         steps = steps_per_chunk(config, seats.mesh)
         self._chunks[steps] = pool.submit(self._lowered(steps).compile)  # first, since it takes longest
         # Runs once, and random numbers take long to optimise: less than half the compile time, the same bits.
@@ -81,13 +91,25 @@ class Compiled:
     def _lowered(self, steps: int) -> jax.stages.Lowered:
         program, config = self.program, self._config
 
-        def chunk(state: TrainState, windows_SBT1: jax.Array, numbers: Any) -> tuple[TrainState, Metrics]:
-            return jax.lax.scan(lambda s, window: program.step(s, window, numbers), state, windows_SBT1)
+        def chunk(
+            state: TrainState, windows_SBT1: jax.Array, numbers: Any, periodic: Periodic | None
+        ) -> tuple[TrainState, Metrics]:
+            if periodic is None:
+                return jax.lax.scan(lambda s, window: program.step(s, window, numbers), state, windows_SBT1)
+
+            def step(s: TrainState, given: tuple[jax.Array, jax.Array]) -> tuple[TrainState, Metrics]:
+                window, due = given
+                return program.step(s, window, numbers, Periodic(due, periodic.validation_NT1))
+
+            return jax.lax.scan(step, state, (windows_SBT1, periodic.due))
 
         windows = self._array((steps, config.batch_size, config.length + 1), self._token_type)
         numbers = config.numbers_type()(*[self._array((), np.float32)] * len(config.numeric))
-        return jax.jit(self._over(chunk, carried=True), donate_argnums=1).lower(
-            self._counts, self._state, windows, numbers
+        periodic = None
+        if config.monitors.chosen(dear=True):
+            periodic = Periodic(self._common((steps,), bool), self._common(validation_shape(config), self._token_type))
+        return jax.jit(self._over(chunk, shared=1, carried=True), donate_argnums=1).lower(
+            self._counts, self._state, windows, numbers, periodic
         )
 
     def chunk(self, steps: int) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -97,10 +119,17 @@ class Compiled:
             self._chunks[steps].set_result(self._lowered(steps).compile())
         return self._chunks[steps].result()
 
-    def metrics_like(self, steps: int, lanes: int) -> dict[str, np.ndarray]:
-        """Empty metrics [steps, lanes, ...] with the types that a chunk returns."""
-        shapes = self._lowered(1).out_info[1]
-        return {name: np.zeros((steps, lanes, *v.shape[2:]), v.dtype) for name, v in shapes.items()}
+    @functools.cached_property
+    def step_hash(self) -> str:
+        """SHA-256 of the StableHLO of one step of one run, without places in source files: the same in every process
+        and for any number of runs and devices."""
+        of_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+        window = jax.ShapeDtypeStruct((self._config.batch_size, self._config.length + 1), self._token_type)
+        numbers = self._config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(self._config.numeric))
+        traced = jax.jit(self.program.step).trace(of_one(self._state), window, numbers)
+        text = traced.lower(lowering_platforms=(self._mesh.devices.flat[0].platform,)).as_text()
+        optimised = not jax.config.read("jax_disable_most_optimizations")  # the one flag that the text does not show
+        return hashlib.sha256(f"{optimised} {text}".encode()).hexdigest()
 
 
 _compiled: dict[Any, Compiled] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,10 +11,11 @@ import numpy as np
 
 from repro.data import Corpus
 from repro.errors import ReproError
-from repro.train.compiled import compiled
+from repro.train.compiled import compiled, validation_shape
 from repro.train.config import TrainConfig
 from repro.train.mesh import Seats, place
-from repro.train.step import Metrics, TrainState
+from repro.train.origin import package_versions
+from repro.train.step import Metrics, Periodic, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +35,6 @@ def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
         )
     corpus.batch(0, 0, batch_size=config.batch_size, length=config.length)
     corpus.validation(config.eval_windows, config.length)
-
-
-def identity(config: TrainConfig, lanes: Sequence[Lane], corpus: Corpus) -> str:
-    """A hash of everything that a job's result depends on, beside the versions of the libraries."""
-    text = json.dumps(
-        [dataclasses.asdict(config.structure()), [(*lane.numbers, lane.seed) for lane in lanes], corpus.sha256],
-        sort_keys=True,
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Job:
@@ -69,23 +59,44 @@ class Job:
         self.programs = compiled(config, self.seats, corpus)
         columns = zip(*(lane.numbers for lane in lanes), strict=True)
         self._numbers = self.seats.put(config.numbers_type()(*(np.array(c, np.float32) for c in columns)))
+        self._watched: jax.Array | None = None
+        if config.monitors.chosen(dear=True):
+            count = validation_shape(config)[0]
+            self._watched = place(corpus.validation(config.eval_windows, config.length)[:count], mesh, lanes=False)
         self._seeds, self._seed_of = np.unique([lane.seed for lane in lanes], return_inverse=True)
 
-    @property
-    def name(self) -> str:
-        """See `identity`."""
-        return identity(self.config, self.lanes, self.corpus)
+    def origin(self) -> dict[str, Any]:
+        """What the bits of this job depend on, for `repro.train.origin.differences`."""
+        return {
+            "versions": package_versions(),
+            "platform": self.mesh.devices.flat[0].platform,
+            "config": dataclasses.asdict(self.config.structure()),
+            "lanes": [{**lane.numbers._asdict(), "seed": lane.seed} for lane in self.lanes],
+            "corpus": self.corpus.sha256,
+            "program": self.programs.step_hash,
+        }
 
     def start(self) -> TrainState:
         """The state of all seats before the first step."""
         seeds = np.array([lane.seed for lane in self.lanes], np.uint32)
         return self.programs.init(self.seats.counts, self.seats.put(seeds))
 
+    def shapes(self, state: TrainState) -> TrainState:
+        """What `seats.take(state)` would be, without the values."""
+        lanes = len(self.lanes)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((lanes, *x.shape[1:]), x.dtype), state)
+
     def advance(self, state: TrainState, start: int, stop: int) -> tuple[TrainState, Metrics]:
         """The state after the steps from `start` up to `stop` and their metrics, over seats, both still on their way.
         The memory of `state` is taken."""
         program = self.programs.chunk(stop - start)
-        return program(self.seats.counts, state, self._batches(start, stop), self._numbers)
+        return program(self.seats.counts, state, self._batches(start, stop), self._numbers, self._periodic(start, stop))
+
+    def _periodic(self, start: int, stop: int) -> Periodic | None:
+        if self._watched is None:
+            return None
+        due = np.arange(start, stop) % self.config.monitors.interval == 0
+        return Periodic(place(due, self.mesh, lanes=False), self._watched)
 
     def _batches(self, start: int, stop: int) -> jax.Array:
         shape = {"batch_size": self.config.batch_size, "length": self.config.length}

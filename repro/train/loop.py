@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 
 from repro.data import Corpus
-from repro.train.checkpoint import Checkpoints
+from repro.errors import Stopped
+from repro.train.checkpoint import Checkpoints, Curves, Restored, mean_loss
 from repro.train.compiled import steps_per_chunk
 from repro.train.config import TrainConfig
 from repro.train.job import Job, Lane
@@ -51,55 +53,92 @@ def train(
     mesh: jax.sharding.Mesh | None = None,
     checkpoints: Path | None = None,
     checkpoint_seconds: float = 60.0,
+    accept_differences: bool = False,
+    start: Restored | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    on_note: Callable[[str], None] = lambda line: None,
     on_chunk: Callable[[Progress], None] = lambda progress: None,
 ) -> JobResult:
     """Trains all lanes of one structure and evaluates them on the fixed validation windows.
 
-    The next chunk is dispatched before the metrics of the last one are read, so devices do not wait for the host. With
-    `checkpoints` a job saves itself there about every `checkpoint_seconds` at a chunk boundary, and continues from the
-    newest save with the bits of an uninterrupted job. Raises `ReproError` for tokens beyond the model's vocabulary, a
-    text that is too short, or a checkpoint of another configuration.
+    The next chunk is dispatched before the metrics of the last one are read, so devices do not wait for the host.
+
+    With `checkpoints` a job saves itself there about every `checkpoint_seconds` at a chunk boundary while it goes on (0:
+    at every boundary, waiting for the save before), and continues from the newest intact save with the bits of an
+    uninterrupted job; without, from `start` if given. `stop` is asked at every boundary. `on_note` hears in one line of
+    damaged saves, and of differences to the job that wrote a save where they are accepted.
+
+    Raises `ReproError` for tokens beyond the model's vocabulary, a text that is too short, or a save of another
+    configuration, program or package version; `Stopped` when `stop` says so, after saving; OSError where the disk is
+    full, at the next boundary: the save before stands.
     """
     job = Job(config, lanes, corpus, lane_mesh() if mesh is None else mesh)
-    state, done, curves = job.start(), 0, []
-    saves = None if checkpoints is None else Checkpoints(checkpoints)
-    if saves is not None and (latest := saves.latest()) is not None:
-        state, past = saves.restore(latest, job.name, state, job.programs.metrics_like(latest, len(lanes)))
-        done, curves = latest, [past]
+    state = job.start()
+    with contextlib.ExitStack() as stack:
+        saves = None
+        if checkpoints is not None:
+            saves = stack.enter_context(Checkpoints(checkpoints, job.origin, on_note=on_note))
+            start = saves.restore(job.shapes(state), accept_differences=accept_differences)
+        done, curves = 0, []
+        if start is not None:
+            state, done, curves = job.seats.put(start.state), start.step, [start.curves]
+            for difference in start.differences:
+                on_note(f"accepted: the checkpoint of step {start.step} was written with {difference}")
 
-    length = steps_per_chunk(config, job.mesh)
-    tokens = config.batch_size * config.length * len(lanes)
-    clock = saved_at = time.monotonic()
-    pending: list[tuple[int, int, Metrics]] = []
+        length = steps_per_chunk(config, job.mesh)
+        tokens = config.batch_size * config.length * len(lanes)
+        clock = saved_at = time.monotonic()
+        saved = done
+        pending: list[tuple[int, int, Metrics]] = []
 
-    def collect() -> None:
-        nonlocal clock
-        start, stop, metrics = pending.pop(0)
-        curves.append(job.take(metrics))
-        now = time.monotonic()
-        rate = tokens * (stop - start) / max(now - clock, 1e-9)
-        on_chunk(Progress(stop, config.steps, len(lanes), rate, curves[-1]))
-        clock = now
+        def collect() -> None:
+            nonlocal clock
+            first, last, metrics = pending.pop(0)
+            curves.append(job.take(metrics))
+            now = time.monotonic()
+            rate = tokens * (last - first) / max(now - clock, 1e-9)
+            on_chunk(Progress(last, config.steps, len(lanes), rate, curves[-1]))
+            clock = now
 
-    while done < config.steps:
-        stop = min(done + length, config.steps)
-        state, metrics = job.advance(state, done, stop)
-        pending.append((done, stop, metrics))
-        done = stop
-        if len(pending) > 1:
-            collect()
-        if saves is not None and done < config.steps and time.monotonic() - saved_at >= checkpoint_seconds:
+        def save() -> None:
+            nonlocal saved, saved_at
             while pending:
                 collect()
-            saves.save(done, job.name, state, _joined(curves))
-            saved_at = time.monotonic()
-    while pending:
-        collect()
-    final = job.evaluate(state)
-    if saves is not None:
-        saves.close()
+            saves.save(done, job.seats.take(state), _since(curves, done - saved), mean_loss(curves[-1]))
+            saved, saved_at = done, time.monotonic()
+
+        while done < config.steps:
+            if stop():
+                if saves is not None and saved < done:
+                    save()
+                    saves.wait()
+                raise Stopped(done, config.steps, saves is not None)
+            end = min(done + length, config.steps)
+            state, metrics = job.advance(state, done, end)
+            pending.append((done, end, metrics))
+            done = end
+            if len(pending) > 1:
+                collect()
+            if saves is not None:
+                saves.check()
+                due = time.monotonic() - saved_at >= checkpoint_seconds
+                if done < config.steps and due and not (saves.busy and checkpoint_seconds):
+                    save()
+        while pending:
+            collect()
+        final = job.evaluate(state)
     return JobResult(_joined(curves), final, job.seats.take(state.params), job.seats.take(state.buffers))
 
 
-def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _since(parts: list[Curves], steps: int) -> list[Curves]:
+    """The last parts, which together have so many steps."""
+    count = 0
+    for start in range(len(parts) - 1, -1, -1):
+        count += len(parts[start]["loss"])
+        if count == steps:
+            return parts[start:]
+    return []
+
+
+def _joined(parts: list[Curves]) -> Curves:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

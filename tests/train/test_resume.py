@@ -1,13 +1,15 @@
 """A job that is interrupted after any checkpoint ends with the bits of one that was not."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
 
-from repro.errors import ReproError
+from repro.errors import ReproError, Stopped
 from repro.train import Lane, Numbers, train
+from repro.train import origin as origins
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -54,33 +56,67 @@ def test_interrupted_twice(tiny, kjv, tmp_path):
     assert equal(train(tiny, LANES, kjv), train(tiny, LANES, kjv, checkpoints=tmp_path))
 
 
-def test_a_checkpoint_of_another_job_is_refused(tiny, kjv, tmp_path):
-    interrupted(tiny, kjv, tmp_path, 20)
-    with pytest.raises(ReproError, match="belongs to another configuration"):
-        train(tiny, LANES[:1], kjv, checkpoints=tmp_path)
-    slower = [LANES[0], dataclasses.replace(LANES[1], numbers=LANES[1].numbers._replace(learning_rate=0.04))]
-    with pytest.raises(ReproError, match="belongs to another configuration"):
-        train(tiny, slower, kjv, checkpoints=tmp_path)
-    with pytest.raises(ReproError, match="belongs to another configuration"):
-        train(tiny, LANES, dataclasses.replace(kjv, sha256="other"), checkpoints=tmp_path)
-
-
-def test_a_save_that_was_cut_off_is_passed_over(tiny, kjv, tmp_path):
-    """A checkpoint is renamed into place when it is whole; what a killed process leaves has another name."""
-    interrupted(tiny, kjv, tmp_path, 20)
-    (complete,) = [p for p in tmp_path.iterdir() if p.name.isdigit()]
-    complete.rename(tmp_path / "20.orbax-checkpoint-tmp-0")
+def test_asked_to_stop(tiny, kjv, tmp_path):
+    """A job finishes its chunk, saves itself, and says where it is; the interval between saves does not matter."""
+    answers = iter([False, True])
+    with pytest.raises(Stopped, match="stopped after step 10 of 30") as stopped:
+        train(tiny, LANES, kjv, checkpoints=tmp_path, stop=lambda: next(answers))
+    assert (stopped.value.step, stopped.value.saved) == (10, True)
     seen = []
     again = train(tiny, LANES, kjv, checkpoints=tmp_path, on_chunk=lambda p: seen.append(p.step))
-    assert seen == [10, 20, 30] and equal(train(tiny, LANES, kjv), again)
+    assert seen == [20, 30] and equal(train(tiny, LANES, kjv), again)
+    with pytest.raises(Stopped, match="after step 0 of 30, nothing saved"):
+        train(tiny, LANES, kjv, stop=lambda: True)
 
 
-@pytest.mark.parametrize("part", ["state", "curves", "identity"])
-def test_a_damaged_checkpoint_is_named(tiny, kjv, tmp_path, part):
+def test_a_checkpoint_of_another_job_is_refused_by_the_difference(tiny, kjv, tmp_path):
     interrupted(tiny, kjv, tmp_path, 20)
-    (complete,) = [p for p in tmp_path.iterdir() if p.name.isdigit()]
-    for file in (complete / part).rglob("*"):
-        if file.is_file():
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(ReproError, match=f"checkpoint in {tmp_path} cannot be read.*remove"):
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(ReproError, match="was written with 2 runs, this has 1; resume where"):
+        train(tiny, LANES[:1], kjv, checkpoints=tmp_path)
+    slower = [LANES[0], dataclasses.replace(LANES[1], numbers=LANES[1].numbers._replace(learning_rate=0.04))]
+    with pytest.raises(ReproError, match=r"written with learning_rate 0\.05 of run 1, this is 0\.04;"):
+        train(tiny, slower, kjv, checkpoints=tmp_path)
+    with pytest.raises(ReproError, match=f"written with corpus {kjv.sha256[:12]}, this is other"):
+        train(tiny, LANES, dataclasses.replace(kjv, sha256="other"), checkpoints=tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before, "a refusal leaves everything as it was"
+
+
+def test_other_versions_and_programs_are_refused_unless_accepted(tiny, kjv, tmp_path):
+    """The manifest is that of another version of JAX, and of another program."""
+    interrupted(tiny, kjv, tmp_path, 20)
+    path = tmp_path / "10" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    now = origins.package_versions()["jax"]
+    manifest["origin"]["versions"]["jax"] = "0.1.0"
+    manifest["origin"]["program"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ReproError, match=f"written with jax 0.1.0, this is {now}, step program 000000000000, this is"):
         train(tiny, LANES, kjv, checkpoints=tmp_path)
+    notes = []
+    again = train(tiny, LANES, kjv, checkpoints=tmp_path, accept_differences=True, on_note=notes.append)
+    assert [note.split(", this is")[0] for note in notes] == [
+        "accepted: the checkpoint of step 10 was written with jax 0.1.0",
+        "accepted: the checkpoint of step 10 was written with step program 000000000000",
+    ]
+    assert equal(train(tiny, LANES, kjv), again)
+
+
+def test_a_state_that_does_not_fit_is_refused_even_if_differences_are_accepted(tiny, kjv, tmp_path):
+    interrupted(tiny, kjv, tmp_path, 20)
+    path = tmp_path / "10" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["leaves"].pop()
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ReproError, match="holds .* arrays of .* values, and the state of this job"):
+        train(tiny, LANES, kjv, checkpoints=tmp_path, accept_differences=True)
+
+
+def test_differences_in_words():
+    then = {"versions": {"jax": "0.10.2"}, "platform": "cpu", "config": {"steps": 3, "model": {"width": 8}}}
+    now = {"versions": {"jax": "0.12.0"}, "platform": "gpu", "config": {"steps": 3, "model": {"width": 9, "new": True}}}
+    assert origins.differences(then, now) == [
+        "jax 0.10.2, this is 0.12.0", "platform cpu, this is gpu", "train.model.width 8, this is 9",
+        "train.model.new unset, this is True",
+    ]  # fmt: skip
+    assert origins.differences(then, then) == [] and origins.differences(then, {"corpus": "x"}) == []
