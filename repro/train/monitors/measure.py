@@ -55,4 +55,4 @@ def _probe(seen: Observation) -> Output:
     # Noise of stochastic rounding is the same at every step.
     key = jax.random.key(0) if seen.config.model.dots.stochastic else None
     own = {name: value for name, value in seen.options.items() if name == "buffers"}
-    return seen.apply(seen.params, tokens_NT, hidden=True, key=key, **own)
+    return seen.apply(seen.params, tokens_NT, hidden=True, details=True, key=key, **own)

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from repro.train.monitors import gradient, loss
+from repro.train.monitors import (
+    activation,
+    attention,
+    experts,
+    gradient,
+    loss,
+    optimizer_state,
+    quantisation,
+    system,
+    update,
+    weight,
+)
 from repro.train.monitors.monitor import Monitor
 
+_MODULES = (
+    loss, attention, activation, gradient, update, weight, quantisation, optimizer_state, experts, system,
+)  # fmt: skip
+
 MONITORS: Mapping[str, Monitor] = MappingProxyType(
-    {monitor.name: monitor for module in (loss, gradient) for monitor in module.MONITORS}
+    {monitor.name: monitor for module in _MODULES for monitor in module.MONITORS}
 )
 """Monitors by name."""
 
