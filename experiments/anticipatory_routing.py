@@ -159,7 +159,7 @@ class RoutingProgram(Program):
             found = {"routes": routes, "history": history}
         state = dataclasses.replace(state, params=self._hit(state, numbers), **found)
         after, metrics = super().step(state, window_BT1, numbers)
-        return RoutingState(**_fields(after), history=state.history, load_LE=metrics["expert_load"]), metrics
+        return dataclasses.replace(after, load_LE=metrics["expert_load"], routes=None), metrics
 
     def _older(self, state: RoutingState, tokens_BT: jax.Array, numbers: Any) -> tuple[jax.Array, Any]:
         """Indices of older parameters on the present tokens, and the history with the present ones."""
