@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from repro.errors import ReproError
 from repro.models import SIZES, ModelConfig
 from repro.optim.adamw import Decay
+from repro.train.guards import Rule, check_rules, parse
+from repro.train.monitors import MonitorConfig
 from repro.train.optimizer import Name, OptimizerConfig, check_name
 
 if TYPE_CHECKING:
@@ -62,6 +64,13 @@ class TrainConfig:
     """Coefficient of mean (log Z)^2 of the output logits, added to the loss."""
     eval_windows: int = 64
     """Fixed validation windows that the final loss is a mean over."""
+    monitors: MonitorConfig = MonitorConfig()
+    """What is measured beside what always is."""
+    guards: tuple[str, ...] = ()
+    """Rules such as `when grad_norm > 4 ema then skip`; see `repro.train.guards`."""
+    routing_lag: int = 0
+    """Steps that the parameters which choose the experts are behind those of the gates (Anticipatory Routing, DeepSeek-V4,
+    section 4.2.3); 0 is present ones."""
 
     def __post_init__(self) -> None:
         for name in ("length", "batch_size", "steps", "eval_windows"):
@@ -84,6 +93,17 @@ class TrainConfig:
                 "train.tau asks for QK-Clip beside QK norm, sigma-reparametrisation or a soft-cap, which would undo or "
                 "hide what it does; set tau to inf, or qk_norm to none, sigma_reparam to false and soft_cap to 0."
             )
+
+        if self.routing_lag < 0 or (self.routing_lag and not self.model.moe.experts):
+            raise ReproError(
+                f"train.routing_lag is {self.routing_lag}; it is zero, or positive in a model with experts."
+            )
+        check_rules(self.rules, self)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The guards."""
+        return tuple(parse(text) for text in self.guards)
 
     @property
     def clips(self) -> bool:

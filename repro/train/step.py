@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import optax
 from repro.models import Output, Stats, abstract, by_group, declarations, init_and_apply, initial_buffers
 from repro.optim import from_declarations, qk_clip
 from repro.quant import round_to
+from repro.train import monitors, watch
 from repro.train.config import Numbers, TrainConfig
 from repro.train.optimizer import build
 from repro.train.schedule import fraction
@@ -36,6 +37,19 @@ class TrainState:
     seed: jax.Array
     buffers: Any = dataclasses.field(default_factory=dict)
     """What the model carries beside its parameters (`repro.models.Output.buffers`); no optimizer sees it."""
+    guards: Any = dataclasses.field(default_factory=dict)
+    """What guards remember (`repro.train.watch.Memory`)."""
+    monitors: Any = dataclasses.field(default_factory=dict)
+    """What monitors remember."""
+    older: Any = dataclasses.field(default_factory=dict)
+    """Parameters and buffers of the last `routing_lag` steps, step t in place t mod lag."""
+
+
+class Periodic(NamedTuple):
+    """What dear monitors need in a step: whether it is theirs, the same for all runs, and windows of validation text."""
+
+    due: jax.Array
+    validation_NT1: jax.Array
 
 
 def cross_entropy(logits_BTZ: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,6 +105,7 @@ class Program:
         self.config = config.structure()
         self._init_params, self.apply = init_and_apply(config.model)
         self.layouts = from_declarations(declarations(abstract(config.model)))
+        self._rules = config.rules
 
     def optimizer(
         self, numbers: Numbers, part: jax.Array | float, seed: jax.Array | int = 0
@@ -106,8 +121,23 @@ class Program:
         if self.config.weights != "fp32":
             params = jax.tree.map(lambda w: round_to(w, "bf16"), params)
         opt_state = self.optimizer(Numbers(1.0, 0.0, jnp.inf, 0.0), 1.0).init(params)
-        buffers = initial_buffers(self.config.model, params)
-        return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32), buffers)
+        state = TrainState(
+            params, opt_state, jnp.zeros((), jnp.int32), jnp.asarray(seed, jnp.uint32),
+            initial_buffers(self.config.model, params), watch.initial_memory(self._rules),
+            monitors.initial_memory(self.config.monitors),
+        )  # fmt: skip
+        return self.fitted(state)
+
+    def fitted(self, state: TrainState) -> TrainState:
+        """A state of a program that differs in `routing_lag` alone, as this one carries it: without older parameters, or
+        with the present ones in all their places, so that the lag grows from 0 to its full length."""
+        lag = self.config.routing_lag
+        if not lag or state.older:
+            return state if lag else dataclasses.replace(state, older={})
+        repeat = lambda leaf: jnp.broadcast_to(leaf, (lag, *jnp.shape(leaf)))
+        return dataclasses.replace(
+            state, older=jax.tree.map(repeat, {"params": state.params, "buffers": state.buffers})
+        )
 
     def loss(
         self, params: Any, window_BT1: jax.Array, z_loss: jax.Array, key: jax.Array | None = None, **options: Any
@@ -123,30 +153,35 @@ class Program:
         return grads
 
     def options(self, state: TrainState, window_BT1: jax.Array) -> dict[str, Any]:
-        """Options of the model's call in a step: here what it carries beside its parameters, if anything."""
-        return {"buffers": state.buffers} if state.buffers else {}
+        """Options of the model's call in a step: here what it carries beside its parameters, if anything, and the
+        experts that older parameters choose, if they do."""
+        found = {"buffers": state.buffers} if state.buffers else {}
+        if self.config.routing_lag:
+            older = jax.tree.map(lambda leaf: leaf[state.step % self.config.routing_lag], state.older)
+            found["routes"] = self.apply(older["params"], window_BT1[:, :-1], buffers=older["buffers"]).routes
+        return found
 
     def observed(self, output: Output) -> Metrics:
         """Further metrics of a step from the model's output: here none."""
         return {}
 
-    def step(self, state: TrainState, window_BT1: jax.Array, numbers: Numbers) -> tuple[TrainState, Metrics]:
-        """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass."""
+    def step(
+        self, state: TrainState, window_BT1: jax.Array, numbers: Numbers, periodic: Periodic | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One step: forward, backward, optimizer, and after it QK-Clip with the logits of that forward pass; guards act
+        in between. `periodic` is for dear monitors."""
         window_BT1 = window_BT1.astype(jnp.int32)
+        guards = watch.Watch(self._rules, state.guards, state.step, True if periodic is None else periodic.due)
         key = _noise(state, _DOTS) if self.config.model.dots.stochastic else None
         options = self.options(state, window_BT1)
-        grads, (ce, log_z_squared, output) = jax.grad(self.loss, has_aux=True)(
-            state.params, window_BT1, numbers.z_loss, key, **options
-        )
-        grads = self.gradients(grads, numbers)
-        tx = self.optimizer(numbers, fraction(self.config, state.step), state.seed)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+
+        def objective(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Output]]:
+            loss, found = self.loss(params, window_BT1, numbers.z_loss, key, **options)
+            return guards.scaled(loss), found
+
+        grads, (ce, log_z_squared, output) = jax.grad(objective, has_aux=True)(state.params)
+        grads = self.gradients(guards.unscaled(grads), numbers)
         stats = output.stats
-        if self.config.clips:
-            params = qk_clip(
-                params, by_group(self.config.model, stats.max_logit), tau=numbers.tau, layouts=self.layouts
-            )
         metrics = {
             "loss": ce,
             "max_logit": stats.max_logit.max(),
@@ -161,17 +196,61 @@ class Program:
             "hidden_rms": stats.hidden_rms.max(),
             "log_z_rms": jnp.sqrt(log_z_squared),
             "grad_norm": optax.tree.norm(grads),
-            "update_norm": optax.tree.norm(updates),
             "head_logits": stats.max_logit,
             **_expert_metrics(stats),
             **_stream_metrics(stats),
             **self.observed(output),
         }
+        guards.look(metrics)
+        used = guards.gradients(grads, metrics["grad_norm"])
+        numbers = numbers._replace(learning_rate=guards.rate(numbers.learning_rate))
+        tx = self.optimizer(numbers, fraction(self.config, state.step), state.seed)
+        updates, opt_state = tx.update(used, state.opt_state, state.params)
+        late = {"update_norm": optax.tree.norm(updates)}
+        guards.look(late)
+        params = optax.apply_updates(state.params, guards.updates(updates, late["update_norm"]))
+        if self.config.clips:
+            max_logit = by_group(self.config.model, stats.max_logit)
+            params = qk_clip(params, max_logit, tau=guards.tau(numbers.tau), layouts=self.layouts)
         if self.config.weights != "fp32":
             params = self._stored(params, state)
             moved = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
-            metrics["retained"] = moved / metrics["update_norm"]
-        return TrainState(params, opt_state, state.step + 1, state.seed, output.buffers), metrics
+            late["retained"] = moved / late["update_norm"]
+            guards.look({"retained": late["retained"]})
+        remembered = state.monitors
+        if self.config.monitors.names:
+            seen = monitors.Observation(
+                self.config, self.apply, self.layouts, numbers, state.step, state.params, params, used, updates,
+                opt_state, output, ce, window_BT1, None if periodic is None else periodic.validation_NT1, options,
+                state.monitors,
+            )  # fmt: skip
+            found, remembered = self._monitored(seen, periodic)
+            guards.look(found)
+            late |= found
+        old = state.params, state.opt_state, state.buffers
+        params, opt_state, buffers = guards.kept(old, (params, opt_state, output.buffers))
+        after = dataclasses.replace(
+            state, params=params, opt_state=opt_state, step=state.step + 1, buffers=buffers, guards=guards.memory(),
+            monitors=remembered, older=self._aged(state),
+        )  # fmt: skip
+        return after, metrics | late | guards.metrics()
+
+    def _aged(self, state: TrainState) -> Any:
+        """The older parameters after this step."""
+        if not self.config.routing_lag:
+            return state.older
+        place, present = state.step % self.config.routing_lag, {"params": state.params, "buffers": state.buffers}
+        return jax.tree.map(lambda past, now: past.at[place].set(now), state.older, present)
+
+    def _monitored(self, seen: monitors.Observation, periodic: Periodic | None) -> tuple[Metrics, dict[str, jax.Array]]:
+        """The metrics of the chosen monitors, and their memory."""
+        config = self.config.monitors
+        found, remembered = monitors.every_step(config, seen)
+        if config.chosen(dear=True):
+            found |= jax.lax.cond(
+                periodic.due, lambda: monitors.at_times(config, seen), lambda: monitors.in_between(config, seen)
+            )
+        return found, remembered
 
     def _stored(self, params: Any, state: TrainState) -> Any:
         """Weights as they are kept until the next step (stochastic: Gupta et al., arXiv 1502.02551, section 3.1)."""
