@@ -3,7 +3,7 @@
     checkpoints/JOB/
       40/state/            the state, as Orbax writes it
       40/manifest.json     origin, loss, digests of the state, SHA-256 of every file; written last
-      curves/0-40.npz      metrics of steps 0 to 39, [step, run, ...]; each checkpoint adds the steps since the last
+      curves/0-40-HASH.npz metrics of steps 0 to 39, [step, run, ...]; each checkpoint adds the steps since the last
 
 A checkpoint is written under another name and renamed when it is whole. Its hashes are compared before it is restored,
 since Orbax reads a file with a flipped bit without complaint.
@@ -49,6 +49,8 @@ class Restored:
     curves: Curves
     digests: tuple[str, ...]
     """SHA-256 of each run's state."""
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What was saved beside it, in plain JSON."""
     differences: tuple[str, ...] = ()
 
 
@@ -124,12 +126,24 @@ class Checkpoints:
             done, self._writing = self._writing, None
             done.result()
 
-    def save(self, step: int, state: Any, curves: Sequence[Curves], loss: float) -> None:
-        """Begins to write `state` (a tree of arrays on the host, [run, ...], which nobody changes any more) and the
-        metrics of the steps since the last save. `loss` decides which checkpoint is best. Waits for the save before."""
+    def save(
+        self,
+        step: int,
+        state: Any,
+        curves: Sequence[Curves],
+        loss: float,
+        *,
+        notes: Mapping[str, Any] | None = None,
+        rewritten: bool = False,
+    ) -> None:
+        """Begins to write `state` (a tree of arrays on the host, [run, ...], which nobody changes any more), `notes` in
+        plain JSON, and the metrics of the steps since the last save, or of all steps where they were `rewritten`. `loss`
+        decides which checkpoint is best. Waits for the save before."""
         self.wait()
-        origin = dict(self._origin())
-        self._writing = self._writer.submit(self._write, step, state, [*curves], loss, origin)
+        if rewritten:
+            self._curves = []
+        about = {"origin": dict(self._origin()), "notes": dict(notes or {})}
+        self._writing = self._writer.submit(self._write, step, state, [*curves], loss, about)
 
     def wait(self) -> None:
         """Waits until all is written. Raises as `check`."""
@@ -137,7 +151,7 @@ class Checkpoints:
             self._writing.exception()
         self.check()
 
-    def _write(self, step: int, state: Any, curves: list[Curves], loss: float, origin: dict[str, Any]) -> None:
+    def _write(self, step: int, state: Any, curves: list[Curves], loss: float, about: dict[str, Any]) -> None:
         partial = self.folder / f".{step}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +164,7 @@ class Checkpoints:
                 _orbax().save(partial / "state", args=_arguments().StandardSave(_named(leaves)))
             files = {str(p.relative_to(partial)): _entry(p) for p in sorted(partial.rglob("*")) if p.is_file()}
             manifest = {
-                "step": step, "loss": loss if math.isfinite(loss) else None, "origin": origin,
+                "step": step, "loss": loss if math.isfinite(loss) else None, **about,
                 "digests": digests(state), "leaves": shapes, "files": files, "curves": segments,
             }  # fmt: skip
             write_atomically(partial / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
@@ -167,7 +181,9 @@ class Checkpoints:
         joined = {name: np.concatenate([part[name] for part in curves]) for name in curves[0]}
         buffer = io.BytesIO()
         np.savez(buffer, **joined)
-        path = self.folder / "curves" / f"{step - len(joined['loss'])}-{step}.npz"
+        # Named by what it holds, so that no file of another checkpoint is ever written over.
+        name = f"{step - len(joined['loss'])}-{step}-{hashlib.sha256(buffer.getvalue()).hexdigest()[:8]}.npz"
+        path = self.folder / "curves" / name
         write_atomically(path, buffer.getvalue())
         return {"file": path.name} | _entry(path)
 
@@ -196,7 +212,8 @@ class Checkpoints:
     def restore(
         self, like: Any, *, at_most: int | None = None, accept_differences: bool = False, keep_later: bool = False
     ) -> Restored | None:
-        """The newest intact checkpoint (of at most so many steps), with the structure of `like`, or None. Damaged ones
+        """The newest intact checkpoint (of at most so many steps), with the structure of `like` (a tree, or a function of
+        the notes that gives one), or None. Damaged ones
         are passed over with a note, and removed with all that is newer than what is restored unless `keep_later`.
 
         Raises `ReproError` naming the differences to the job that wrote it, unless they are accepted.
@@ -265,7 +282,8 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.folder} was written with {', '.join(found)}; resume where it "
                 "was written, go on with --accept-differences, or remove that folder to start at step 0."
             )
-        leaves, tree = jax.tree.flatten(like)
+        notes = manifest.get("notes", {})
+        leaves, tree = jax.tree.flatten(like(notes) if callable(like) else like)
         wanted = [[str(leaf.dtype), list(np.shape(leaf))] for leaf in leaves]
         if wanted != manifest["leaves"]:
             raise ReproError(
@@ -281,7 +299,8 @@ class Checkpoints:
         state = jax.tree.unflatten(tree, [np.asarray(read.get(f"{i:04d}", e)) for i, e in enumerate(empty)])
         if digests(state) != tuple(manifest["digests"]):
             raise Damaged("the state does not have the digests of the manifest")
-        return Restored(step, state, self._read_curves(manifest), tuple(manifest["digests"]), tuple(found))
+        curves, own = self._read_curves(manifest), tuple(manifest["digests"])
+        return Restored(step, state, curves, own, notes, tuple(found))
 
     def _read_curves(self, manifest: dict[str, Any]) -> Curves:
         parts = []

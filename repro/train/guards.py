@@ -205,8 +205,10 @@ def check_rules(rules: tuple[Rule, ...], config: Any) -> None:
             )
         if rule.action == "qk_clip" and not config.clips:
             raise ReproError(f"{said} can never act: QK norm, sigma-reparametrisation or a soft-cap rule QK-Clip out.")
-        if rule.action == "clamp" and model.glu not in ("swiglu", "smooth"):
+        if rule.action == "clamp" and model.glu not in ("swiglu", "smooth", "clamped"):
             raise ReproError(f"{said} can never act: a clamp is for SwiGLU, and model.glu is {model.glu}.")
+        if rule.action == "clamp" and model.glu == "clamped" and model.glu_limit < rule.amount:
+            raise ReproError(f"{said} can never act: the model clamps at {model.glu_limit:g} already.")
         if rule.action == "decouple" and not model.moe.experts:
             raise ReproError(f"{said} can never act: the model has no experts; set model.moe.experts.")
         if rule.back > config.steps:

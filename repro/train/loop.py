@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from repro.train.compiled import steps_per_chunk
 from repro.train.config import TrainConfig
 from repro.train.job import Job, Lane
 from repro.train.mesh import lane_mesh
-from repro.train.step import Metrics
+from repro.train.step import Metrics, TrainState
+from repro.train.supervisor import Supervisor, numeric_events, structural_events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,8 @@ class JobResult:
     """Parameters [lanes, ...] on the host."""
     buffers: Any = dataclasses.field(default_factory=dict)
     """What the model carries beside them, likewise."""
+    events: tuple[dict[str, Any], ...] = ()
+    """What guards did: lane, step, rule, signal, value, action, and what belongs to the action."""
 
 
 def train(
@@ -53,10 +57,12 @@ def train(
     mesh: jax.sharding.Mesh | None = None,
     checkpoints: Path | None = None,
     checkpoint_seconds: float = 60.0,
+    save_last: bool = False,
     accept_differences: bool = False,
     start: Restored | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_note: Callable[[str], None] = lambda line: None,
+    on_restore: Callable[[Restored], None] = lambda restored: None,
     on_chunk: Callable[[Progress], None] = lambda progress: None,
 ) -> JobResult:
     """Trains all lanes of one structure and evaluates them on the fixed validation windows.
@@ -65,8 +71,8 @@ def train(
 
     With `checkpoints` a job saves itself there about every `checkpoint_seconds` at a chunk boundary while it goes on (0:
     at every boundary, waiting for the save before), and continues from the newest intact save with the bits of an
-    uninterrupted job; without, from `start` if given. `stop` is asked at every boundary. `on_note` hears in one line of
-    damaged saves, and of differences to the job that wrote a save where they are accepted.
+    uninterrupted job; without, from `start` if given. With `save_last` the state after the last step is saved too. `stop`
+    is asked at every boundary. `on_note` hears of damaged saves in one line, `on_restore` of what was restored.
 
     Raises `ReproError` for tokens beyond the model's vocabulary, a text that is too short, or a save of another
     configuration, program or package version; `Stopped` when `stop` says so, after saving; OSError where the disk is
@@ -78,12 +84,14 @@ def train(
         saves = None
         if checkpoints is not None:
             saves = stack.enter_context(Checkpoints(checkpoints, job.origin, on_note=on_note))
-            start = saves.restore(job.shapes(state), accept_differences=accept_differences)
-        done, curves = 0, []
+            start = saves.restore(functools.partial(_shapes, job, state), accept_differences=accept_differences)
+        done, curves, supervisor = 0, [], Supervisor(job)
         if start is not None:
-            state, done, curves = job.seats.put(start.state), start.step, [start.curves]
-            for difference in start.differences:
-                on_note(f"accepted: the checkpoint of step {start.step} was written with {difference}")
+            own, snapshots = start.state if supervisor.needed else (start.state, ())
+            state, done, curves = job.seats.put(own), start.step, [start.curves]
+            if supervisor.needed:
+                supervisor.recall(start.notes, snapshots)
+            on_restore(start)
 
         length = steps_per_chunk(config, job.mesh)
         tokens = config.batch_size * config.length * len(lanes)
@@ -104,30 +112,50 @@ def train(
             nonlocal saved, saved_at
             while pending:
                 collect()
-            saves.save(done, job.seats.take(state), _since(curves, done - saved), mean_loss(curves[-1]))
+            own, loss = job.seats.take(state), mean_loss(curves[-1])
+            if supervisor.needed:  # which may rewrite what was measured before the last save
+                tree = own, tuple(jax.tree.map(np.array, snapshot) for _, snapshot in supervisor.snapshots)
+                saves.save(done, tree, [_joined(curves)], loss, notes=supervisor.notes(), rewritten=True)
+            else:
+                saves.save(done, own, _since(curves, done - saved), loss)
             saved, saved_at = done, time.monotonic()
 
         while done < config.steps:
-            if stop():
+            if stop() and supervisor.settled:
                 if saves is not None and saved < done:
                     save()
                     saves.wait()
                 raise Stopped(done, config.steps, saves is not None)
             end = min(done + length, config.steps)
+            if supervisor.needed:
+                supervisor.remember(done, job.seats.take(state))
             state, metrics = job.advance(state, done, end)
             pending.append((done, end, metrics))
-            done = end
-            if len(pending) > 1:
+            begun, done = done, end
+            if len(pending) > 1 or supervisor.needed:
                 collect()
+            if supervisor.needed and supervisor.look(begun, done, own := job.seats.take(state), curves):
+                state = job.seats.put(own)
             if saves is not None:
                 saves.check()
-                due = time.monotonic() - saved_at >= checkpoint_seconds
+                due = time.monotonic() - saved_at >= checkpoint_seconds and supervisor.settled
                 if done < config.steps and due and not (saves.busy and checkpoint_seconds):
                     save()
         while pending:
             collect()
+        if saves is not None and save_last and saved < done:
+            save()
         final = job.evaluate(state)
-    return JobResult(_joined(curves), final, job.seats.take(state.params), job.seats.take(state.buffers))
+    whole = _joined(curves)
+    events = [*structural_events(supervisor, whole), *numeric_events(job.config.rules, whole)]
+    events.sort(key=lambda event: (event["lane"], event["step"]))
+    return JobResult(whole, final, job.seats.take(state.params), job.seats.take(state.buffers), tuple(events))
+
+
+def _shapes(job: Job, state: TrainState, notes: Mapping[str, Any]) -> Any:
+    """What a save holds: the state, and the snapshots of a supervised job."""
+    own = job.shapes(state)
+    return (own, (own,) * len(notes["snapshots"])) if "snapshots" in notes else own
 
 
 def _since(parts: list[Curves], steps: int) -> list[Curves]:
