@@ -1,12 +1,14 @@
 """When a signal gives an alarm, when the loss spikes, and how far the one is ahead of the other.
 
-One rule for every signal and no memory of what is normal but the run's own. The *score* of a signal at step t is how far
-its logarithm lies from the mean of its logarithms over the `WINDOW` steps before. An *alarm* is a score above a limit, and
-the limit of a signal is the largest score that it has in calibration runs without a fault, over the same steps. So every
-signal has the same budget of false alarms: if a further run without a fault is exchangeable with n calibration runs,
-its largest score exceeds theirs with probability 1 / (n + 1) (for scores without ties), whatever their distribution.
+One rule for every signal and no memory of what is normal but the run's own. The *score* of a signal at step t is how
+far its logarithm lies from the mean of its logarithms over the `WINDOW` steps before. An *alarm* is a score above a
+limit, and the limit of a signal is the largest score that it has in calibration runs without a fault, over the same
+steps. So every signal has the same budget of false alarms: if a further run without a fault is exchangeable with n
+calibration runs, its largest score exceeds theirs with probability 1 / (n + 1) (for scores without ties), whatever
+their distribution.
 
-A *spike* is a loss above the median of the `SPIKE_WINDOW` steps before by more than `SPIKE_MARGIN` nats, or not finite.
+A *spike* is a loss above the median of the `SPIKE_WINDOW` steps before by more than `SPIKE_MARGIN` nats, or not
+finite.
 """
 
 from __future__ import annotations
