@@ -1,4 +1,4 @@
-"""The command line: `repro list | show | run | resume | verdict | report | ledger | scale-down | doctor`."""
+"""The command line: `repro list | show | run | resume | verdict | report | compare | ledger | scale-down | doctor`."""
 
 from __future__ import annotations
 
@@ -32,16 +32,35 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("name", metavar="NAME", nargs="?", help="the experiment")
     resume = commands.add_parser("resume", help="continue a run that was interrupted")
     resume.add_argument("folder", metavar="DIR", type=Path)
+    resume.add_argument(
+        "--accept-differences", action="store_true",
+        help="go on although versions, platform or program are others than before, and record it",
+    )  # fmt: skip
     verdict = commands.add_parser("verdict", help="print the verdicts of a run folder")
     verdict.add_argument("folders", metavar="DIR", type=Path, nargs="+")
     verdict.add_argument("--check", action="store_true", help="derive the verdicts again and compare")
-    report = commands.add_parser("report", help="draw the figures and report.md of a run folder again")
-    report.add_argument("folders", metavar="DIR", type=Path, nargs="+")
+    report = commands.add_parser(
+        "report", help="write the evidence pages of runs (--out, --serve), or draw a run's figures and report.md again"
+    )
+    report.add_argument(
+        "folders", metavar="RESULTS", type=Path, nargs="*",
+        help="run folders, or folders of them (for pages by default: results/ of this checkout)",
+    )  # fmt: skip
+    report.add_argument("--out", type=Path, metavar="SITE", help="write the pages there; they open without a server")
+    report.add_argument("--serve", action="store_true", help="serve the pages on this machine, and follow running runs")
+    report.add_argument("--port", type=int, default=8000, help="of --serve; 0 for any free one (default: 8000)")
+    compare = commands.add_parser(
+        "compare", help="what differs between two runs: settings, versions, metrics, verdicts"
+    )
+    compare.add_argument("runs", metavar="RUN", type=Path, nargs=2)
+    compare.add_argument("--out", type=Path, metavar="DIR", help="write it as a page, too")
     ledger = commands.add_parser("ledger", help="bytes of a training state, by role and policy")
     ledger.add_argument("--parameters", metavar="N", help="number of parameters")
     ledger.add_argument("--size", help="count the parameters of this model size")
     ledger.add_argument("--policy", help="one policy, role by role (default: all)")
-    ledger.add_argument("--role", metavar="ROLE=FORMAT", action="append", default=[], help="change one; FORMAT may be none")
+    ledger.add_argument(
+        "--role", metavar="ROLE=FORMAT", action="append", default=[], help="change one; FORMAT may be none"
+    )
     scale = commands.add_parser("scale-down", help="a small model with the proportions of a released one")
     scale.add_argument("config", metavar="CONFIG", help="a Hugging Face config.json, or a name such as deepseek_v3")
     scale.add_argument("--width", type=int, required=True, help="the small model's width")
@@ -57,11 +76,13 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", default="cpu", help="scale of the run (default: cpu)")
     parser.add_argument("--seeds", type=int, help="number of test seeds")
     parser.add_argument("--out", type=Path, help="folder to write (default: runs/NAME-PRESET)")
+    parser.add_argument("--keep-checkpoints", action="store_true", help="keep the last and best states of every job")
     parser.add_argument("-h", "--help", action="store_true", help="show this, and every field that can be overridden")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The `repro` command. Returns the exit code: 0, 2 for what a user can mend, 130 when interrupted."""
+    """The `repro` command. Returns the exit code: 0, 2 for what a user can mend, 130 or 143 when interrupted
+    by SIGINT or SIGTERM."""
     return _guarded(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
 
 
@@ -76,9 +97,9 @@ def _guarded(action) -> int:
     except ReproError as error:
         print(f"repro: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("repro: interrupted; continue with `repro resume DIR`.", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print(f"repro: {error or 'interrupted.'}", file=sys.stderr)
+        return getattr(error, "code", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

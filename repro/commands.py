@@ -112,8 +112,8 @@ def run(args: argparse.Namespace, overrides: list) -> int:
     if args.name is None:
         if args.help:
             print(
-                "usage: repro run NAME [--preset PRESET] [--seeds N] [--out DIR] [--FIELD VALUE ...]\n\nExperiments: "
-                + ", ".join(catalogue.names())
+                "usage: repro run NAME [--preset PRESET] [--seeds N] [--out DIR] [--keep-checkpoints] [--FIELD VALUE ...]"
+                f"\n\nExperiments: {', '.join(catalogue.names())}"
             )
             return 0
         raise ReproError(f"repro run: which experiment? Known are {', '.join(catalogue.names())}.")
@@ -126,13 +126,16 @@ def run(args: argparse.Namespace, overrides: list) -> int:
     prog = f"repro run {experiment.name}"
     if args.help:
         seeds = " [--seeds N]" if hasattr(stored, "test_seeds") else ""
-        print(f"usage: {prog} [--preset {'|'.join(experiment.presets)}]{seeds} [--out DIR] [--FIELD VALUE ...]\n")
+        presets = "|".join(experiment.presets)
+        print(f"usage: {prog} [--preset {presets}]{seeds} [--out DIR] [--keep-checkpoints] [--FIELD VALUE ...]\n")
         print(help_text(stored, prog))
         return 0
+    if args.keep_checkpoints and experiment.plan is None:
+        raise ReproError(f"{experiment.name} trains nothing, so there are no checkpoints to keep.")
     preset, changed = changed_preset(experiment, stored, overrides, args.seeds, prog)
     _check_platform(preset, args.preset)
     folder = RunFolder.create(args.out or Path("runs") / f"{experiment.name}-{args.preset}")
-    return _execute(experiment, args.preset, preset, folder, changed)
+    return _execute(experiment, args.preset, preset, folder, changed, keep_checkpoints=args.keep_checkpoints)
 
 
 def _check_platform(preset: Any, name: str) -> None:
@@ -145,18 +148,27 @@ def _check_platform(preset: Any, name: str) -> None:
         )
 
 
-def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, changed: list) -> int:
+def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, changed: list, **options: Any) -> int:
+    from repro.errors import Stopped
     from repro.progress import ConsoleWatcher
     from repro.report import arms_table, claims_table
     from repro.runner import execute
+    from repro.signals import Interrupted, Signals
 
     console = _console()
     console.print(f"{experiment.title}\n{experiment.name}, preset {preset_name}, into {folder.path}")
     if changed:
         console.print(f"Changed from the preset: {', '.join(changed)}; the verdicts do not count as evidence.")
-    with folder.locked(), ConsoleWatcher(console) as watcher:
-        verdicts = execute(experiment, preset_name, preset, folder, changed=changed, watcher=watcher)
-        _, _, runs = folder.sealed()
+    onwards = f"continue with `repro resume {folder.path}`."
+    try:
+        with Signals() as signals, folder.locked(), ConsoleWatcher(console) as watcher:
+            options |= {"changed": changed, "watcher": watcher, "signals": signals}
+            verdicts = execute(experiment, preset_name, preset, folder, **options)
+            _, _, runs = folder.sealed()
+    except Stopped as stopped:
+        raise Interrupted(f"{stopped}; {onwards}", signals.received) from stopped
+    except Interrupted as interrupted:
+        raise Interrupted(f"{interrupted}; {onwards}", signals.received) from interrupted
     table = arms_table(experiment, runs)
     if experiment.plan is None and (table.row_count > _MOST_ROWS or len(table.columns) > _MOST_COLUMNS):
         console.print(f"What was computed: {table.row_count} rows of the report.")
@@ -167,7 +179,7 @@ def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, change
     return 0
 
 
-def _stored_preset(experiment: Any, record: dict, where: Path) -> Any:
+def stored_preset(experiment: Any, record: dict, where: Path) -> Any:
     import pydantic
 
     # All presets of an experiment are of one class, its own or that of `repro.train`, and so are their settings of a run,
@@ -191,7 +203,7 @@ def _same_rules(record: dict, where: Path) -> tuple:
     from repro.claims import rule_hash
 
     experiment = catalogue.load(str(record.get("experiment")))
-    preset = _stored_preset(experiment, record, where)
+    preset = stored_preset(experiment, record, where)
     if rule_hash(experiment, preset, record["preset"]) != record.get("rule_hash"):
         raise ReproError(
             f"the claims, arms or preset of {experiment.name} have changed since {where} was written; "
@@ -214,7 +226,8 @@ def resume(args: argparse.Namespace) -> int:
     record = folder.read("run.json")
     experiment, preset = _same_rules(record, folder.path)
     _check_platform(preset, record["preset_name"])
-    return _execute(experiment, record["preset_name"], preset, folder, record["changed"])
+    accept = args.accept_differences
+    return _execute(experiment, record["preset_name"], preset, folder, record["changed"], accept_differences=accept)
 
 
 def verdict(args: argparse.Namespace) -> int:
@@ -246,6 +259,10 @@ def verdict(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
+    if args.out or args.serve:
+        return _pages(args)
+    if not args.folders:
+        raise ReproError("repro report: which run folder? Or write the pages of all results with --out DIR.")
     import polars as pl
 
     from repro.report import draw, write_report
@@ -261,6 +278,29 @@ def report(args: argparse.Namespace) -> int:
         write_report(folder.path / "report.md", experiment, preset, record, runs, verdicts, figures)
         _console().print(f"{folder.path / 'report.md'} and {len(figures)} figures written.")
     return 0
+
+
+def _pages(args: argparse.Namespace) -> int:
+    from repro import catalogue
+    from repro.report.site import build_site
+    from repro.report.site.serve import serve
+
+    folders = args.folders or [catalogue.shipped().parent / "results"]
+    if not args.folders and not folders[0].is_dir():
+        raise ReproError("repro report: this installation carries no results; give the folders of runs.")
+    console = _console()
+    if args.serve:
+        serve(folders, args.out, args.port, console.print)
+    else:
+        pages = build_site(folders, args.out)
+        console.print(f"{len(pages)} pages written; open {args.out / 'index.html'} in a browser.")
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    from repro import compare_command
+
+    return compare_command.compare(args, _console())
 
 
 def ledger(args: argparse.Namespace) -> int:
@@ -306,6 +346,6 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "ledger": ledger,
-    "scale-down": scale_down, "doctor": doctor,
+    "list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "compare": compare,
+    "ledger": ledger,    "scale-down": scale_down, "doctor": doctor,
 }  # fmt: skip

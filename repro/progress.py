@@ -58,6 +58,9 @@ class ConsoleWatcher(Watcher):
         else:
             self._task = self._bar.add_task(title, total=job.config.steps, text="")
 
+    def note(self, line: str) -> None:
+        self.console.print(f"   {line}", soft_wrap=True)
+
     def progress(self, progress: Progress) -> None:
         loss = float(np.median(progress.metrics["loss"][-1]))
         text = (

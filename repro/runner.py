@@ -11,29 +11,29 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import jax
 import numpy as np
 import polars as pl
 
-import repro
 from repro.claims import Cell, Experiment, Run, Runs, Verdict, decide_all, gather, rule_hash
 from repro.data import Corpus, load_corpus
-from repro.errors import ReproError
+from repro.errors import ReproError, Stopped
 from repro.report import draw, write_report
 from repro.report.record import SCHEMA, RunFolder, no_curves, write_json
 from repro.report.tensorboard import CELL, write_events
+from repro.signals import Signals
 from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, train, with_settings
+from repro.train.checkpoint import Restored
 from repro.train.ledgers import ledgers
+from repro.train.origin import differences, package_versions
 from repro.train.preset import Sweep
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
 
 
 def versions() -> dict[str, str]:
-    return {"repro": repro.__version__, "python": platform.python_version()} | {p: version(p) for p in PACKAGES}
+    packages = package_versions()
+    return {"repro": packages.pop("repro"), "python": platform.python_version()} | packages
 
 
 def hardware() -> dict[str, Any]:
@@ -124,6 +124,9 @@ class Watcher:
     def job_done(self, job: Job, resumed: bool) -> None:
         """A job is complete, or was complete already."""
 
+    def note(self, line: str) -> None:
+        """Something that a person should know."""
+
 
 def describe(
     experiment: Experiment, preset_name: str, preset: Any, corpus: Corpus | None, changed: list[str]
@@ -166,23 +169,33 @@ def execute(
     *,
     changed: list[str] = [],
     watcher: Watcher | None = None,
+    signals: Signals | None = None,
+    accept_differences: bool = False,
+    keep_checkpoints: bool = False,
 ) -> tuple[Verdict, ...]:
     """Runs, or continues, everything that `folder` does not hold yet, and seals it with the verdicts.
 
     An experiment without a plan only computes: its table of curves has no rows, and its preset may be any frozen
-    dataclass. One with a plan takes a `repro.train.preset.Sweep`.
-    Raises `ReproError` for what a user can mend, among it a full disk; what was finished stays and can be resumed.
+    dataclass. One with a plan takes a `repro.train.preset.Sweep`. What a folder was begun with decides; other versions
+    or another platform are refused unless `accept_differences`, which run.json then records. `keep_checkpoints` keeps
+    those of every job, with its last state; a folder that was begun so goes on so.
+    Raises `ReproError` for what a user can mend, among it a full disk, and `Stopped` after a signal; what was finished
+    stays and can be resumed.
     """
-    watcher = watcher or Watcher()
+    watcher, signals = watcher or Watcher(), signals or Signals()
     experiment.check(preset)
     corpus = None if experiment.plan is None else _corpus_of(preset)
+    mesh = None if corpus is None else lane_mesh()
     started = time.monotonic()
     curves: list[pl.DataFrame] = []
     number = 0
 
+    def trained(job: Job, key: str) -> tuple[Runs, pl.DataFrame]:
+        options = {"stop": signals, "accept_differences": accept_differences, "save_last": keep_checkpoints}
+        return _train_job(job, corpus, mesh, folder, key, watcher, **options)
+
     def run_cells(cells: list[Cell]) -> Runs:
         nonlocal number
-        mesh = lane_mesh()
         found = Runs()
         asked = {}
         for job in jobs(experiment, preset, cells, preset.lanes_per_device * mesh.shape["seed"]):
@@ -194,11 +207,16 @@ def execute(
             stored = folder.read_job(key)
             if stored is None:
                 watcher.job(job, int(key[:3]))
-                stored = _train_job(job, corpus, mesh, folder, key, watcher)
-                curves.append(stored[1])
-                write_job_events(folder, curves)
-                folder.write_job(key, *stored)
+                with signals.patient():
+                    stored = trained(job, key)
+                    curves.append(stored[1])
+                    write_job_events(folder, curves)
+                    folder.write_job(key, *stored)
+                    if not keep_checkpoints:
+                        folder.remove_checkpoints(key)
                 watcher.job_done(job, resumed=False)
+                if signals():
+                    raise Stopped(job.config.steps, job.config.steps, saved=True)
             else:
                 curves.append(stored[1])
                 watcher.job_done(job, resumed=True)
@@ -207,7 +225,12 @@ def execute(
 
     try:
         if not (folder.path / "run.json").is_file():
-            write_json(folder.path / "run.json", describe(experiment, preset_name, preset, corpus, changed))
+            about = describe(experiment, preset_name, preset, corpus, changed)
+            write_json(folder.path / "run.json", about | ({"keep_checkpoints": True} if keep_checkpoints else {}))
+        else:
+            record = folder.read("run.json")
+            keep_checkpoints = bool(record.get("keep_checkpoints"))
+            _check_origin(folder, record, accept_differences)
         if corpus is None:
             watcher.computing()
         runs = gather(experiment, preset, run_cells)
@@ -226,8 +249,9 @@ def execute(
                 "evidence": getattr(preset, "evidence", not changed),
                 "rule_hash": record["rule_hash"],
                 "verdicts": [v.to_json() for v in verdicts],
-            }  # fmt: skip
-        )
+            },
+            keep_checkpoints,
+        )  # fmt: skip
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise ReproError(
@@ -245,13 +269,40 @@ def _corpus_of(preset: Sweep) -> Corpus:
     return corpus
 
 
+def _accept(folder: RunFolder, found: Iterable[str]) -> None:
+    """Records differences that were accepted, each once."""
+    record = folder.read("run.json")
+    record["accepted_differences"] = [*dict.fromkeys([*record.get("accepted_differences", ()), *found])]
+    write_json(folder.path / "run.json", record)
+
+
+def _check_origin(folder: RunFolder, record: dict[str, Any], accept: bool) -> None:
+    """Raises `ReproError` if a folder was begun with other versions or on another platform, unless accepted."""
+    then = {"versions": dict(record.get("versions") or {}), "platform": (record.get("hardware") or {}).get("platform")}
+    then["versions"].pop("python", None)  # no bit depends on it
+    if found := differences(then, {"versions": package_versions(), "platform": jax.default_backend()}):
+        if not accept:
+            raise ReproError(
+                f"{folder.path} was begun with {', '.join(found)}; resume it where it was begun, or go on with "
+                "--accept-differences, which is recorded."
+            )
+        _accept(folder, found)
+
+
 def _train_job(
-    job: Job, corpus: Corpus, mesh: jax.sharding.Mesh, folder: RunFolder, key: str, watcher: Watcher
+    job: Job, corpus: Corpus, mesh: jax.sharding.Mesh, folder: RunFolder, key: str, watcher: Watcher, **options: Any
 ) -> tuple[Runs, pl.DataFrame]:
     lanes = [Lane(config.numbers(), seed) for _, config, seed in job.lanes]
+
+    def on_restore(restored: Restored) -> None:
+        watcher.note(f"going on from the checkpoint of step {restored.step}")
+        if restored.differences:
+            _accept(folder, restored.differences)
+
     result = train(
-        job.config, lanes, corpus, mesh=mesh, checkpoints=folder.checkpoints / key, on_chunk=watcher.progress
-    )
+        job.config, lanes, corpus, mesh=mesh, checkpoints=folder.checkpoints / key, on_note=watcher.note,
+        on_restore=on_restore, on_chunk=watcher.progress, **options,
+    )  # fmt: skip
     scalars = job.config.program_class().scalars(result, [config for _, config, _ in job.lanes])
     runs = Runs(
         Run(cell.arm, seed, metrics, point=cell.point, size=cell.size, rate=cell.rate, phase=cell.phase)

@@ -78,6 +78,8 @@ def _at_a_glance(preset: Any, record: Mapping) -> str:
         said.append(f"Run on {escape(hardware['platform'])}.")
     if not getattr(preset, "evidence", not record.get("changed")):
         said.append("**These verdicts do not count as evidence**: the preset is a quick look, or was changed by hand.")
+    if accepted := record.get("accepted_differences"):
+        said.append(f"Resumed although what was written before had {escape('; '.join(map(str, accepted)))}.")
     return " ".join(said) + "\n" if said else ""
 
 

@@ -7,13 +7,13 @@
     verdict.json      the verdicts, and the SHA-256 of the files above; written last
     report.md, figures/, tensorboard/
 
-While a run is going, `jobs/` holds the finished jobs and `checkpoints/` the state of the current one.
+While a run is going, `jobs/` holds the finished jobs and `checkpoints/` the state of the current one, or with
+`--keep-checkpoints` of all, which then stay.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -27,25 +27,11 @@ import polars as pl
 from repro.claims import Run, Runs, Verdict
 from repro.claims.canonical import plain
 from repro.errors import ReproError
+from repro.files import sha256, write_atomically
 
 SCHEMA = 1
 SEALED = ("run.json", "metrics.parquet", "runs.parquet")
 KEYS = ("arm", "size", "point", "phase", "rate", "seed")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all. Raises OSError where the disk is full."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -59,10 +45,6 @@ def write_table(path: Path, table: pl.DataFrame) -> None:
     buffer = io.BytesIO()
     table.write_parquet(buffer, compression="zstd")
     write_atomically(path, buffer.getvalue())
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def no_curves() -> pl.DataFrame:
@@ -179,11 +161,15 @@ class RunFolder:
         write_table(self.path / "metrics.parquet", curves)
         write_table(self.path / "runs.parquet", runs_table(runs))
 
-    def seal(self, verdict: dict[str, Any]) -> None:
+    def remove_checkpoints(self, key: str) -> None:
+        """Deletes those of one job."""
+        shutil.rmtree(self.checkpoints / key, ignore_errors=True)
+
+    def seal(self, verdict: dict[str, Any], keep_checkpoints: bool = False) -> None:
         """Writes verdict.json with the hashes of what it was derived from, and removes what only a resume needs."""
         files = {name: sha256(self.path / name) for name in SEALED}
         write_json(self.path / "verdict.json", {"schema": SCHEMA, **verdict, "files": files})
-        for leftover in (self.jobs, self.checkpoints):
+        for leftover in (self.jobs, *(() if keep_checkpoints else (self.checkpoints,))):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def sealed(self) -> tuple[dict[str, Any], dict[str, Any], Runs]:

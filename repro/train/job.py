@@ -14,7 +14,7 @@ from repro.errors import ReproError
 from repro.train.compiled import compiled, validation_shape
 from repro.train.config import TrainConfig
 from repro.train.mesh import Seats, place
-from repro.train.origin import package_versions
+from repro.train.origin import compiler_flags, package_versions
 from repro.train.step import Metrics, Periodic, TrainState
 
 
@@ -70,6 +70,7 @@ class Job:
         return {
             "versions": package_versions(),
             "platform": self.mesh.devices.flat[0].platform,
+            "flags": compiler_flags(),
             "config": dataclasses.asdict(self.config.structure()),
             "lanes": [{**lane.numbers._asdict(), "seed": lane.seed} for lane in self.lanes],
             "corpus": self.corpus.sha256,

@@ -69,10 +69,10 @@ def train(
 
     The next chunk is dispatched before the metrics of the last one are read, so devices do not wait for the host.
 
-    With `checkpoints` a job saves itself there about every `checkpoint_seconds` at a chunk boundary while it goes on (0:
-    at every boundary, waiting for the save before), and continues from the newest intact save with the bits of an
-    uninterrupted job; without, from `start` if given. With `save_last` the state after the last step is saved too. `stop`
-    is asked at every boundary. `on_note` hears of damaged saves in one line, `on_restore` of what was restored.
+    With `checkpoints` a job saves itself there about every `checkpoint_seconds` at a chunk boundary while it goes on
+    (0: at every boundary, waiting for the save before), and continues from the newest intact save with the bits of an
+    uninterrupted job; without, from `start` if given. With `save_last` the state after the last step is saved too.
+    `stop` is asked at every boundary. `on_note` hears of damaged saves in one line, `on_restore` of what was restored.
 
     Raises `ReproError` for tokens beyond the model's vocabulary, a text that is too short, or a save of another
     configuration, program or package version; `Stopped` when `stop` says so, after saving; OSError where the disk is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -17,13 +18,19 @@ def package_versions() -> dict[str, str]:
     return {"repro": repro.__version__} | {name: version(name) for name in PACKAGES}
 
 
+def compiler_flags() -> list[str]:
+    """What XLA_FLAGS asks for, but for the number of devices and what is only written out."""
+    passed = ("--xla_force_host_platform_device_count", "--xla_dump")
+    return sorted(word for word in os.environ.get("XLA_FLAGS", "").split() if not word.startswith(passed))
+
+
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In words, where what a checkpoint was written with is not what there is now. Both hold any of `versions`,
-    `platform`, `config`, `lanes`, `corpus` and `program`, in plain JSON; a part that only one of them has is passed
-    over."""
+    `platform`, `flags`, `config`, `lanes`, `corpus` and `program`, in plain JSON; a part that only one of them has is
+    passed over."""
     then, now = (json.loads(json.dumps(dict(part))) for part in (then, now))
     found: list[str] = []
-    for name in ("versions", "platform", "config", "lanes", "corpus", "program"):
+    for name in ("versions", "platform", "flags", "config", "lanes", "corpus", "program"):
         old, new = then.get(name), now.get(name)
         if old is None or new is None or old == new:
             continue
@@ -31,6 +38,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found += _changed(old, new, "{0} {1}, this is {2}")
         elif name == "platform":
             found.append(f"platform {old}, this is {new}")
+        elif name == "flags":
+            found.append(f"XLA_FLAGS {' '.join(old) or 'unset'}, this is {' '.join(new) or 'unset'}")
         elif name == "config":
             found += _changed(dict(_flat(old)), dict(_flat(new)), "train.{0} {1}, this is {2}")
         elif name == "lanes":

@@ -93,12 +93,11 @@ def test_other_versions_and_programs_are_refused_unless_accepted(tiny, kjv, tmp_
     path.write_text(json.dumps(manifest))
     with pytest.raises(ReproError, match=f"written with jax 0.1.0, this is {now}, step program 000000000000, this is"):
         train(tiny, LANES, kjv, checkpoints=tmp_path)
-    notes = []
-    again = train(tiny, LANES, kjv, checkpoints=tmp_path, accept_differences=True, on_note=notes.append)
-    assert [note.split(", this is")[0] for note in notes] == [
-        "accepted: the checkpoint of step 10 was written with jax 0.1.0",
-        "accepted: the checkpoint of step 10 was written with step program 000000000000",
-    ]
+    found = []
+    again = train(tiny, LANES, kjv, checkpoints=tmp_path, accept_differences=True, on_restore=found.append)
+    (restored,) = found
+    assert restored.step == 10
+    assert [d.split(", this is")[0] for d in restored.differences] == ["jax 0.1.0", "step program 000000000000"]
     assert equal(train(tiny, LANES, kjv), again)
 
 
@@ -119,4 +118,5 @@ def test_differences_in_words():
         "jax 0.10.2, this is 0.12.0", "platform cpu, this is gpu", "train.model.width 8, this is 9",
         "train.model.new unset, this is True",
     ]  # fmt: skip
+    assert origins.differences({"flags": []}, {"flags": ["--xla_a=1"]}) == ["XLA_FLAGS unset, this is --xla_a=1"]
     assert origins.differences(then, then) == [] and origins.differences(then, {"corpus": "x"}) == []
