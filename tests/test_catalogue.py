@@ -8,7 +8,7 @@ import pytest
 
 from repro import catalogue
 from repro.claims.canonical import plain
-from repro.commands import _stored_preset
+from repro.commands import stored_preset
 from repro.errors import ReproError
 
 
@@ -43,4 +43,4 @@ def test_every_preset_comes_back_from_a_record(tmp_path):
         experiment = catalogue.load(name)
         for preset in experiment.presets.values():
             record = {"preset": json.loads(json.dumps(plain(dataclasses.asdict(preset))))}
-            assert _stored_preset(experiment, record, tmp_path) == preset, name
+            assert stored_preset(experiment, record, tmp_path) == preset, name

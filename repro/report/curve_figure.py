@@ -38,12 +38,14 @@ def band(rows: pl.DataFrame, metric: str, *, smooth: int = 1, start: int = 0) ->
     Args:
         rows: columns `seed`, `step` and the metric, without nulls. NaN and infinities are where a run diverged.
         metric: name of the column.
-        smooth: recorded steps of the trailing mean, 1 for none.
+        smooth: steps of the trailing mean, 1 for none. Of thinned curves, as many rows as lie in so many steps.
         start: first step of the band; the means reach back beyond it.
     """
     seeds, last = rows["seed"].n_unique(), rows["step"].max()
     finite = rows.select("seed", "step", pl.col(metric).cast(pl.Float64).alias("value"))
     finite = finite.filter(pl.col("value").is_finite()).sort("seed", "step")
+    spacing = finite["step"].diff().filter(finite["step"].diff() > 0).median() or 1
+    smooth = max(1, round(smooth / spacing))
     if smooth > 1:
         finite = finite.with_columns(pl.col("value").rolling_mean(smooth, min_samples=1).over("seed"))
     complete = finite.filter(pl.col("step") == last)["seed"].n_unique()
@@ -65,7 +67,7 @@ def curve_figure(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> F
     Nulls in the metric mean "not measured here" and are passed over; NaN and infinities mean that the run diverged.
     ReproError for an unknown arm, a missing key column, or an arm with runs at several points or rates.
     """
-    rows = _rows(spec, experiment, curves)
+    rows = curve_rows(spec, experiment, curves)
     if rows.is_empty():
         return None
     sizes = rows["size"].unique(maintain_order=True).to_list()
@@ -74,7 +76,7 @@ def curve_figure(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> F
         for size in sizes:
             here = rows.filter((pl.col("arm") == arm) & (pl.col("size") == size))
             if not here.is_empty():
-                _check_one_place(spec, arm, here)
+                check_one_place(spec, arm, here)
                 bands[arm, size] = band(here, spec.metric, smooth=spec.smooth, start=spec.start)
 
     arms = list(dict.fromkeys(arm for arm, _ in bands))
@@ -106,7 +108,7 @@ def curve_figure(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> F
     return figure
 
 
-def _rows(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> pl.DataFrame:
+def curve_rows(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> pl.DataFrame:
     arms = [experiment.arm(name).name for name in spec.arms] or [arm.name for arm in experiment.arms]
     if spec.metric not in curves.columns:
         return pl.DataFrame()
@@ -120,7 +122,7 @@ def _rows(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> pl.DataF
     return curves.with_columns(text).filter(wanted)
 
 
-def _check_one_place(spec: Curve, arm: str, rows: pl.DataFrame):
+def check_one_place(spec: Curve, arm: str, rows: pl.DataFrame):
     places = rows.select("point", pl.col("rate").fill_null(float("nan"))).unique().sort("point", "rate").rows()
     if len(places) > 1:
         listed = ", ".join(f"{point or 'no point'} at rate {rate:g}" for point, rate in places)

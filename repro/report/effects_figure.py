@@ -86,7 +86,7 @@ def effects_figure(spec: Effects, experiment: Experiment, verdicts: Sequence[Ver
     rules = _rules(experiment, [verdict_name(verdict) for verdict in verdicts])
     groups: dict[tuple[str, str], list[Row]] = {}
     for verdict in chosen:
-        row = Row(verdict, _deciding(rules.get(verdict_name(verdict)), verdict.quantity))
+        row = Row(verdict, deciding(rules.get(verdict_name(verdict)), verdict.quantity))
         groups.setdefault(row.group, []).append(row)
     heights = [len(rows) for rows in groups.values()]
     inches = 1.1 + sum(_ROW * rows + 0.75 for rows in heights)
@@ -120,7 +120,7 @@ def _rules(experiment: Experiment, names: list[str]) -> dict[str, Criterion]:
     return {name: next(iter(rules)) for name, rules in found.items() if len(rules) == 1}
 
 
-def _deciding(rule: Criterion | None, quantity: str) -> Criterion | None:
+def deciding(rule: Criterion | None, quantity: str) -> Criterion | None:
     """The part of a conjunction whose quantity a verdict shows; the rule itself if it has no parts."""
     if not isinstance(rule, All):
         return rule

@@ -63,12 +63,20 @@ def house_style() -> Iterator[None]:
         yield
 
 
+def arm_index(experiment: Experiment, name: str) -> int:
+    """The place of an arm among those with a label, which gives it its colour, line and marker everywhere.
+
+    ReproError if the experiment has no such arm.
+    """
+    return experiment.labelled().index(experiment.arm(name))
+
+
 def arm_style(experiment: Experiment, name: str) -> dict:
     """Colour and line style of an arm, by its place in `experiment.arms`: the same in every figure.
 
     ReproError if the experiment has no such arm.
     """
-    index = experiment.labelled().index(experiment.arm(name))
+    index = arm_index(experiment, name)
     color = PALETTE[index % len(PALETTE)]
     return {
         "color": color,

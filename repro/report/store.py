@@ -55,7 +55,7 @@ def thin(curves: pl.DataFrame) -> pl.DataFrame:
 
 
 def round_bits(values: np.ndarray) -> np.ndarray:
-    """float32 values to the nearest with `BITS` significant bits, ties away from zero; NaN and infinities as they are."""
+    """The nearest float32 values of `BITS` significant bits, ties away from zero; NaN and infinities as they are."""
     x = np.asarray(values, np.float32)
     unit = np.uint32(1 << (24 - BITS))
     with np.errstate(over="ignore"):

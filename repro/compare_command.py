@@ -1,0 +1,222 @@
+"""`repro compare RUN_A RUN_B`: what differs between two runs."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from repro.claims import Run, Runs, Verdict
+from repro.claims.verdict import LABELS
+from repro.errors import ReproError
+from repro.report.numbers import NONE, effect_text, interval_text, verdict_name
+from repro.report.record import RunFolder, runs_from_table, stored_verdicts
+
+TESTED = "test"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two runs: its folder, run.json, scalars and verdicts (none while it is going)."""
+
+    path: Path
+    record: dict[str, Any]
+    runs: Runs
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.record.get('experiment')} ({self.record.get('preset_name')})"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table of differences: a title, headings, and rows of text. `same` counts what does not differ."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    same: int
+
+
+def read_side(path: Path) -> Side:
+    """A finished run, or one that is going, with what it has. ReproError for anything else."""
+    folder = RunFolder.existing(path)
+    if folder.finished:
+        record, stored, runs = folder.sealed()
+        return Side(folder.path, record, runs, stored_verdicts(stored))
+    import polars as pl
+
+    tables = [pl.read_parquet(file) for file in sorted(folder.jobs.glob("*.runs.parquet"))]
+    return Side(folder.path, folder.read("run.json"), Runs(r for t in tables for r in runs_from_table(t)), ())
+
+
+def differences(a: Side, b: Side) -> list[Part]:
+    """Configuration, versions and machine, metrics, verdicts; each with only what differs."""
+    about = ("experiment", "preset_name", "rule_hash", "changed")
+    config = [{name: side.record.get(name, "") for name in about} | {"preset": side.record.get("preset", {})} | {
+        "corpus": side.record.get("corpus", {})} for side in (a, b)]  # fmt: skip
+    cost = ("versions", "hardware", "started", "seconds")
+    machine = [{name: side.record.get(name, "") for name in cost} for side in (a, b)]
+    return [
+        _settings("configuration", *config),
+        _settings("versions, machine and cost", *machine),
+        _metrics(a.runs, b.runs),
+        _verdicts(a.verdicts, b.verdicts),
+    ]
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted name, text) of everything in a tree of mappings; lists stand in one line."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _settings(title: str, a: Mapping, b: Mapping) -> Part:
+    left, right = dict(leaves(a)), dict(leaves(b))
+    names = list(dict.fromkeys([*left, *right]))
+    rows = [(name, left.get(name, NONE), right.get(name, NONE)) for name in names if left.get(name) != right.get(name)]
+    return Part(title, ("setting", "A", "B"), tuple(rows), len(names) - len(rows))
+
+
+def _place(run: Run) -> tuple[str, str]:
+    rate = "" if math.isnan(run.rate) else f" at {run.rate:g}"
+    return run.place, rate
+
+
+def _metrics(a: Runs, b: Runs) -> Part:
+    """Means over test seeds, place by place; a place that only one run has stands with a dash."""
+    found: dict[tuple[str, str, str], list[list[float]]] = {}
+    for side, runs in enumerate((a, b)):
+        for run in runs:
+            if run.phase == TESTED:
+                for metric, value in run.metrics.items():
+                    found.setdefault((*_place(run), metric), [[], []])[side].append(value)
+    rows, same = [], 0
+    for (place, rate, metric), (left, right) in found.items():
+        if sorted(map(repr, left)) == sorted(map(repr, right)):
+            same += 1
+            continue
+        means = [math.fsum(v) / len(v) if v and all(map(math.isfinite, v)) else math.nan for v in (left, right)]
+        change = f"{means[1] - means[0]:+.4g}" if all(map(math.isfinite, means)) else NONE
+        rows.append((place + rate, metric, *(_mean(m, v) for m, v in zip(means, (left, right), strict=True)), change))
+    headings = ("place", "metric", "A, mean over test seeds", "B", "B - A")
+    return Part("metrics", headings, tuple(rows), same)
+
+
+def _mean(mean: float, values: list[float]) -> str:
+    if not values:
+        return NONE
+    lost = sum(not math.isfinite(value) for value in values)
+    return f"{mean:.5g} (n = {len(values)})" if not lost else f"{lost} of {len(values)} not finite"
+
+
+def _verdicts(a: tuple[Verdict, ...], b: tuple[Verdict, ...]) -> Part:
+    left, right = ({verdict_name(verdict): verdict for verdict in side} for side in (a, b))
+    names = list(dict.fromkeys([*left, *right]))
+    rows = []
+    for name in names:
+        one, other = left.get(name), right.get(name)
+        if one is None or other is None or one.to_json() != other.to_json():
+            rows.append((name, _words(one), _words(other), _change(one, other)))
+    return Part("verdicts", ("claim", "A", "B", "label"), tuple(rows), len(names) - len(rows))
+
+
+def _words(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return NONE
+    return f"{verdict.label}: {effect_text(verdict)}" + (f" ({interval_text(verdict)})" if verdict.interval else "")
+
+
+def _change(a: Verdict | None, b: Verdict | None) -> str:
+    if a is None or b is None:
+        return "only in " + ("A" if b is None else "B")
+    return "the same" if a.label == b.label else "changed"
+
+
+def compare(args: argparse.Namespace, console: Console) -> int:
+    """Print what differs; with --out also write it as one page. Returns 0 whether or not something differs."""
+    a, b = (read_side(path) for path in args.runs)
+    found = differences(a, b)
+    console.print(f"A: {a.name}, {a.path}\nB: {b.name}, {b.path}")
+    for part in found:
+        rest = f"{part.same} the same" if part.same else "nothing in common"
+        if not part.rows:
+            console.print(f"\n{part.title}: no difference ({part.same} compared)")
+            continue
+        table = Table(title=f"{part.title}: {len(part.rows)} differ, {rest}", title_justify="left")
+        for heading in part.headings:
+            table.add_column(heading, overflow="fold")
+        for row in part.rows:
+            table.add_row(*row)
+        console.print()
+        console.print(table)
+    if args.out:
+        path = write_page(args.out, a, b, found)
+        console.print(f"\n{path}")
+    return 0
+
+
+def write_page(out: Path, a: Side, b: Side, found: list[Part]) -> Path:
+    """Write the differences as one page with its style beside it. ReproError if `out` is not a new or empty folder."""
+    from repro.report.record import write_atomically
+    from repro.report.site.load import style_sheet
+
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ReproError(f"{out} is not an empty folder; choose another --out.")
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "assets" / "site.css", style_sheet())
+        write_atomically(out / "index.html", _page(a, b, found).encode())
+    except OSError as error:
+        raise ReproError(f"{out} cannot be written ({error.strerror}); choose another --out.") from error
+    return out / "index.html"
+
+
+def _page(a: Side, b: Side, found: list[Part]) -> str:
+    """The page. It needs no template engine: it is four tables, and every text in them is escaped here."""
+    text = lambda words: html.escape(str(words), quote=True)
+    sections = []
+    for number, part in enumerate(found):
+        head = f'<section aria-labelledby="part-{number}"><h2 id="part-{number}">{text(part.title.capitalize())}</h2>'
+        if not part.rows:
+            sections.append(f"{head}<p>No difference; {part.same} compared.</p></section>")
+            continue
+        headings = "".join(f'<th scope="col">{text(heading)}</th>' for heading in part.headings)
+        rows = "\n".join(
+            f'<tr><th scope="row">{text(row[0])}</th>' + "".join(f"<td>{_cell(c)}</td>" for c in row[1:]) + "</tr>"
+            for row in part.rows
+        )
+        sections.append(
+            f'{head}<p class="muted">{len(part.rows)} differ, {part.same} are the same.</p>'
+            f'<div class="scroll" role="region" tabindex="0" aria-labelledby="part-{number}"><table><thead><tr>{headings}'
+            f"</tr></thead><tbody>{rows}</tbody></table></div></section>"
+        )
+    names = f"<p class='lead'>A is {text(a.name)} of {text(a.record.get('started', ''))}, B is {text(b.name)} of " + (
+        f"{text(b.record.get('started', ''))}.</p>"
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<title>Two runs compared · repro</title><link rel="icon" href="data:,">'
+        '<link rel="stylesheet" href="assets/site.css"></head><body>'
+        '<a class="skip" href="#main">Skip to the content</a><main id="main"><h1>Two runs compared</h1>\n'
+        f"{names}{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _cell(words: str) -> str:
+    """A cell, with the colour of the label that it begins with."""
+    label = next((label for label in LABELS if words.startswith(f"{label}:")), None)
+    text = html.escape(words, quote=True)
+    return f'<span class="{label.replace(" ", "-")}">{text}</span>' if label else text

@@ -1,0 +1,112 @@
+"use strict";
+// Draws each figure when it comes near the screen, in the colours of the page, and saves it.
+(() => {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const figures = window.reproFigures || {};
+  const drawn = new Set();
+  let printing = false;
+
+  const copy = (value) => JSON.parse(JSON.stringify(value));
+  const theme = () => {
+    const night = dark.matches && !printing;
+    return night ? { ink: "#e6e9ec", grid: "#3a424a", paper: "#14171a" } : { ink: "#1b1f24", grid: "#e3e6e9", paper: "#ffffff" };
+  };
+
+  // Black lines would vanish on a dark page, and the dark colours of labels would be hard to read.
+  const bright = { "#000000": "#ffffff", "#00704F": "#5fd3a8", "#B34700": "#ff9d6b", "#8A5A00": "#e5bd5e", "#595959": "#b4bcc4",
+    "#0072B2": "#3fa4dd", "rgba(0,0,0,0.16)": "rgba(255,255,255,0.16)" };
+  const recolour = (value) => {
+    if (Array.isArray(value)) return value.map(recolour);
+    if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([name, part]) => [name, recolour(part)]));
+    return typeof value === "string" && bright[value] ? bright[value] : value;
+  };
+
+  const styled = (id, width) => {
+    const look = theme(), night = dark.matches && !printing;
+    const source = figures[id];
+    const data = night ? recolour(copy(source.data)) : copy(source.data);
+    const layout = copy(source.layout);
+    const axis = (part) => ({ ...part, color: look.ink, gridcolor: look.grid, linecolor: look.ink, zeroline: false, exponentformat: "power",
+      showline: true, ticks: "outside", ticklen: 4, tickcolor: look.ink });
+    layout.xaxis = axis(layout.xaxis || {});
+    layout.yaxis = axis(layout.yaxis || {});
+    if (layout.yaxis.type === "log") { layout.yaxis.dtick = layout.yaxis.dtick || null; layout.yaxis.nticks = 7; }
+    if (layout.xaxis.type === "log" && !layout.xaxis.tickvals) layout.xaxis.nticks = width < 500 ? 5 : 8;
+    const named = data.filter((trace) => trace.name && trace.showlegend !== false && trace.type !== "heatmap");
+    const across = Math.max(1, Math.floor(width / 190));
+    const legend = named.length ? Math.ceil(named.length / across) * 20 + 10 : 0;
+    const height = (layout.height || 330) + legend + 40;
+    return { data, layout: {
+      ...layout, height, width, paper_bgcolor: look.paper, plot_bgcolor: look.paper, hovermode: "closest",
+      font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
+      margin: { l: 56, r: 14, t: 14, b: 46 }, showlegend: named.length > 0,
+      legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
+      shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
+      annotations: (layout.annotations || []).map((note) => ({ ...note, font: { color: look.ink, ...(note.font || {}) } })),
+    } };
+  };
+
+  const draw = (canvas) => {
+    const id = canvas.dataset.figure;
+    if (!figures[id] || !window.Plotly) return;
+    const { data, layout } = styled(id, canvas.clientWidth);
+    canvas.querySelector("noscript")?.remove();
+    Plotly.react(canvas, data, layout, { displaylogo: false, responsive: false, displayModeBar: "hover",
+      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { format: "png", scale: 2, filename: id.replace("/", "-") } });
+    canvas.style.minHeight = "";
+    drawn.add(canvas);
+  };
+
+  const near = new IntersectionObserver((entries) => entries.forEach((entry) => {
+    if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
+  }), { rootMargin: "400px" });
+  const canvases = [...document.querySelectorAll("[data-figure]")];
+  canvases.forEach((canvas) => near.observe(canvas));
+
+  const again = () => drawn.forEach(draw);
+  let waiting;
+  let before = document.documentElement.clientWidth;
+  addEventListener("resize", () => {
+    if (document.documentElement.clientWidth === before) return;
+    before = document.documentElement.clientWidth;
+    clearTimeout(waiting);
+    waiting = setTimeout(again, 150);
+  });
+  dark.addEventListener("change", again);
+  addEventListener("beforeprint", () => { printing = true; canvases.forEach(draw); });
+  addEventListener("afterprint", () => { printing = false; again(); });
+
+  document.querySelectorAll("[data-save]").forEach((button) => button.addEventListener("click", () => {
+    const canvas = button.closest("figure").querySelector("[data-figure]");
+    if (!drawn.has(canvas)) draw(canvas);
+    const wide = { width: 960, height: Math.round(canvas.clientHeight * (canvas.clientWidth < 600 ? 1.2 : 1)) };
+    Plotly.downloadImage(canvas, { format: button.dataset.save, filename: canvas.dataset.figure.replace("/", "-"), scale: 2, ...wide });
+  }));
+
+  // The table of a figure is made when it is asked for: all of them together would be many times the page.
+  document.querySelectorAll("figure.plot details.numbers").forEach((part) => part.addEventListener("toggle", () => {
+    const place = part.querySelector(".scroll");
+    if (!part.open || place.firstChild) return;
+    const { headings, rows } = figures[part.closest("figure").querySelector("[data-figure]").dataset.figure];
+    const table = document.createElement("table");
+    const head = table.createTHead().insertRow();
+    headings.forEach((heading) => {
+      const cell = document.createElement("th");
+      cell.scope = "col";
+      cell.textContent = heading;
+      head.append(cell);
+    });
+    const body = table.createTBody();
+    rows.forEach((row) => {
+      const line = body.insertRow();
+      row.forEach((value, i) => {
+        const cell = document.createElement(i ? "td" : "th");
+        if (!i) cell.scope = "row";
+        cell.textContent = value;
+        line.append(cell);
+      });
+    });
+    place.append(table);
+    place.classList.add("tall");
+  }));
+})();
