@@ -27,6 +27,7 @@ from repro.signals import Signals
 from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, train, with_settings
 from repro.train.checkpoint import Restored
 from repro.train.ledgers import ledgers
+from repro.train.monitors import DEAR, group_of
 from repro.train.origin import differences, package_versions
 from repro.train.preset import Sweep
 
@@ -101,9 +102,11 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
 
 def write_job_events(folder: RunFolder, curves: list[pl.DataFrame]) -> None:
     """The TensorBoard files of the cells in the last of `curves`; earlier jobs may hold other seeds of them."""
-    metrics = [name for name, kind in curves[-1].schema.items() if kind == pl.Float32]
+    numbers = (pl.Float32, pl.Int32)  # bits, such as a checksum, are no curve
+    metrics = [name for name, kind in curves[-1].schema.items() if kind in numbers and name != "step"]
     of_cells = pl.concat(curves, how="diagonal").join(curves[-1].select(CELL).unique(), on=CELL, how="semi")
-    write_events(folder.path / "tensorboard", of_cells, metrics)
+    groups = {name: group_of(name) for name in metrics}
+    write_events(folder.path / "tensorboard", of_cells, groups, sparse=DEAR)
 
 
 class Watcher:

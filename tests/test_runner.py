@@ -107,7 +107,8 @@ def test_tensorboard_has_every_seed_of_a_cell_that_lies_in_two_jobs(toy_run):
             .agg(pl.col("loss").median().alias("m"), pl.col("loss").max().alias("top"))
         )
         for step, median, top in loss.iter_rows():
-            assert found[step, "loss/median"] == pytest.approx(median) and found[step, "loss/max"] == pytest.approx(top)
+            assert found[step, "loss/loss/median"] == pytest.approx(median)
+            assert found[step, "loss/loss/max"] == pytest.approx(top)
 
 
 def test_the_tables_name_no_machine_path_or_date(toy_run):

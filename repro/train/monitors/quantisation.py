@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,13 +10,15 @@ import jax.numpy as jnp
 
 from repro.optim.adafactor import matrix_layout
 from repro.optim.layout import Layout, matched, to_matrices
-from repro.quant import FORMATS, Recipe, decode, quantize, round_to
+from repro.quant import FORMATS, Recipe, decode, round_to
 from repro.quant.bits import magnitude
 from repro.quant.blocks import blocks_of
 from repro.quant.precision import Precision
+from repro.quant.qtensor import dequantized
 from repro.quant.recipes import recipe_of
-from repro.quant.scales import float_scale
+from repro.quant.scales import float_scale, scales_of
 from repro.train.monitors.monitor import Metrics, Monitor, Observation
+from repro.train.monitors.tensors import together
 
 if TYPE_CHECKING:
     from repro.train.monitors.config import MonitorConfig
@@ -54,16 +55,16 @@ def reading(x: jax.Array, operand: Operand, axis: int = -1) -> Reading:
         saturated = jnp.abs(x) > FORMATS[operand].max
         return Reading(*_shares(x, x_hat, saturated), *jnp.full(2, jnp.nan))
     recipe = dataclasses.replace(recipe_of(operand), rounding="nearest_even")
-    q = quantize(x, recipe, axis=axis)
-    x_hat = q.dequantize()
-    at_end = jnp.abs(decode(q.codes, recipe.element)) == FORMATS[recipe.element].max
-    saturated = at_end & (jnp.abs(x) > jnp.abs(x_hat) * _ROUNDING)
+    x_hat, kept = dequantized(x, None, None, recipe, axis, True)
+    saturated = ~kept & (jnp.abs(x) > jnp.abs(x_hat) * _ROUNDING)
+    blocks = blocks_of(x.shape, recipe, axis)
+    amax = blocks.reduce_max(magnitude(blocks.view(x))).reshape(blocks.counts)
+    scales = scales_of(amax, recipe)
     if recipe.power_of_two:
-        scale = decode(q.scale, recipe.scale_format)
+        scale = decode(scales.block, recipe.scale_format)
     else:
-        scale = float_scale(q.scale, q.tensor_scale, recipe)
-    blocks = blocks_of(x.shape, recipe, q.axis)
-    used = (blocks.reduce_max(magnitude(blocks.view(x))).reshape(blocks.counts) > 0) & (scale > 0)
+        scale = float_scale(scales.block, scales.tensor, recipe)
+    used = (amax > 0) & (scale > 0)
     logs = jnp.log2(jnp.where(used, scale, 1.0))
     low, high = jnp.where(used, logs, jnp.inf).min(), jnp.where(used, logs, -jnp.inf).max()
     return Reading(*_shares(x, x_hat, saturated), low, high)
@@ -105,9 +106,10 @@ def operand_of(dots: Precision, role: str | None, field: str, recipe: str) -> Op
     return None if policy is None else getattr(policy, field)
 
 
-def _parameter_readings(config: MonitorConfig, seen: Observation, tree: Any, field: str) -> Iterator[Reading]:
+def _parameter_readings(config: MonitorConfig, seen: Observation, tree: Any, field: str) -> list[Reading]:
     """One reading [tensors] per parameter of a tree like the parameters: weights along the inputs, which a product sums
     over, gradients along the outputs, and rows of the embedding and gains along themselves."""
+    stacks, keys = [], []
     for name, leaf, layout in matched(tree, seen.layouts):
         role = precision_role(name, layout)
         operand = operand_of(seen.config.model.dots, role, field, config.recipe)
@@ -116,18 +118,19 @@ def _parameter_readings(config: MonitorConfig, seen: Observation, tree: Any, fie
         rule = matrix_layout(leaf.shape, layout)
         x = leaf[..., None, :] if rule is None else to_matrices(leaf, rule)
         inputs = field == "fprop_w" and role not in ("embedding", "norm")
-        flat = x.reshape(-1, *x.shape[-2:])
-        yield jax.vmap(lambda w, o=operand, axis=-2 if inputs else -1: reading(w, o, axis))(flat)
+        stacks.append(x.reshape(-1, *x.shape[-2:]))
+        keys.append((operand, -2 if inputs else -1))
+    return together(stacks, lambda stack, key: jax.vmap(lambda x: reading(x, *key))(stack), keys)
 
 
-def _activation_readings(config: MonitorConfig, seen: Observation) -> Iterator[Reading]:
+def _activation_readings(config: MonitorConfig, seen: Observation) -> list[Reading]:
     dots = seen.config.model.dots
     operands = (operand_of(dots, role, "fprop_x", config.recipe) for role in ("ffn", "attention", "experts"))
     operand = next((o for o in operands if o is not None), None)
-    if operand is not None:
-        states = seen.probe.hidden
-        tokens = states.reshape(states.shape[0], -1, states.shape[-1])
-        yield jax.vmap(lambda x: reading(x, operand))(tokens)
+    if operand is None:
+        return []
+    states = seen.probe.hidden
+    return [jax.vmap(lambda x: reading(x, operand))(states.reshape(states.shape[0], -1, states.shape[-1]))]
 
 
 def _measure(config: MonitorConfig, seen: Observation) -> Metrics:
@@ -137,8 +140,7 @@ def _measure(config: MonitorConfig, seen: Observation) -> Metrics:
         "gradient": _parameter_readings(config, seen, seen.grads, "dgrad_dy"),
     }
     metrics = {}
-    for kind, readings in kinds.items():
-        found = list(readings)
+    for kind, found in kinds.items():
         if not found:
             continue
         every = Reading(*(jnp.concatenate(values) for values in zip(*found, strict=True)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from repro.models import ModelConfig
 from repro.optim.adafactor import matrix_layout
 from repro.optim.layout import Layout, matched, to_matrices
-from repro.train.monitors.tensors import Tensor, tensors
+from repro.train.monitors.tensors import Tensor, tensors, together
 
 ROLES = ("matrix", "embedding", "head", "router")
 
@@ -28,6 +28,11 @@ class Spectrum(NamedTuple):
     section 3.4): 1 is even, 0 is rank one."""
 
 
+def _wide(w: jax.Array) -> jax.Array:
+    """Matrices with no more rows than columns, and the same singular values."""
+    return jnp.swapaxes(w, -1, -2) if w.shape[-2] > w.shape[-1] else w
+
+
 def singular_squares(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Squares of the singular values [..., n] of matrices [..., A, B] in units of their sum, ascending, n = min(A, B),
     and the Frobenius norms [...]. Eigenvalues of the smaller Gram matrix in float32: what is below 1e-7 is rounding."""
@@ -35,7 +40,7 @@ def singular_squares(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     norm = jnp.linalg.norm(w, axis=(-2, -1))
     usable = jnp.isfinite(norm) & (norm > 0)
     unit = jnp.where(usable[..., None, None], w / jnp.where(usable, norm, 1.0)[..., None, None], 0.0)
-    wide = jnp.swapaxes(unit, -1, -2) if w.shape[-2] > w.shape[-1] else unit
+    wide = _wide(unit)
     gram = jnp.matmul(wide, jnp.swapaxes(wide, -1, -2), precision="highest")
     squares = jnp.maximum(jnp.linalg.eigvalsh(gram), 0.0)
     return jnp.where(jnp.isfinite(norm)[..., None], squares, jnp.nan), norm
@@ -70,12 +75,15 @@ def matrix_entries(model: ModelConfig, params: Any, layouts: Any) -> tuple[Tenso
 
 def spectra(tree: Any, layouts: Any) -> Spectrum:
     """The spectrum of every matrix of a tree like the parameters, [M]."""
+    found = _matrices(tree, layouts)
+    # Matrices of one shape together: fewer and larger programs.
+    stacks = [_wide(to_matrices(leaf, rule)) for _, leaf, _, rule in found]
+    spectra_of = together([stack.reshape(-1, *stack.shape[-2:]) for stack in stacks], spectrum)
     worst = (jnp.max, jnp.min, jnp.min)
     parts: list[list[jax.Array]] = [[], [], []]
-    for _, leaf, own, rule in _matrices(tree, layouts):
+    for (_, _, own, _), stack, values in zip(found, stacks, spectra_of, strict=True):
         # The layer axis is the first of a stack, so it stays the first of the matrices.
-        found = spectrum(to_matrices(leaf, rule))
-        kept = 0 if own.layer is None else 1
-        for part, values, reduce in zip(parts, found, worst, strict=True):
-            part.append(jnp.atleast_1d(reduce(values, axis=tuple(range(kept, values.ndim)))))
+        layers = 1 if own.layer is None else stack.shape[0]
+        for part, value, reduce in zip(parts, values, worst, strict=True):
+            part.append(reduce(value.reshape(layers, -1), axis=1))
     return Spectrum(*map(jnp.concatenate, parts))

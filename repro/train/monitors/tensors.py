@@ -72,3 +72,19 @@ def layer_norms(norms_P: jax.Array, entries: tuple[Tensor, ...], layers: int) ->
     """The norm of all tensors of each layer together, [L]; tensors of no layer are left out."""
     mine_PL = np.array([[entry.layer == layer for layer in range(layers)] for entry in entries])
     return jnp.sqrt(jnp.where(mine_PL, norms_P[:, None] ** 2, 0.0).sum(0))
+
+
+def together(stacks: list[jax.Array], f: Callable[[jax.Array], Any], keys: list[Any] | None = None) -> list[Any]:
+    """`f(stack [n, ...]) -> tree of arrays [n, ...]` of every stack; those of one shape (and key) are joined."""
+    groups: dict[Any, list[int]] = {}
+    for i, stack in enumerate(stacks):
+        groups.setdefault((stack.shape[1:], None if keys is None else keys[i]), []).append(i)
+    results: list[Any] = [None] * len(stacks)
+    for (_, key), members in groups.items():
+        joined = jnp.concatenate([stacks[i] for i in members])
+        found, start = f(joined) if keys is None else f(joined, key), 0
+        for i in members:
+            stop = start + len(stacks[i])
+            results[i] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], found)
+            start = stop
+    return results
