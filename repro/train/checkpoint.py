@@ -2,7 +2,8 @@
 
     checkpoints/JOB/
       40/state/            the state, as Orbax writes it
-      40/manifest.json     origin, loss, digests of the state, SHA-256 of every file; written last
+      40/manifest.json     origin, loss, digests of the state, SHA-256 of every file
+      40/manifest.sha256   that of the manifest, for `sha256sum -c`; written last
       curves/0-40-HASH.npz metrics of steps 0 to 39, [step, run, ...]; each checkpoint adds the steps since the last
 
 A checkpoint is written under another name and renamed when it is whole. Its hashes are compared before it is restored,
@@ -137,8 +138,8 @@ class Checkpoints:
         rewritten: bool = False,
     ) -> None:
         """Begins to write `state` (a tree of arrays on the host, [run, ...], which nobody changes any more), `notes` in
-        plain JSON, and the metrics of the steps since the last save, or of all steps where they were `rewritten`. `loss`
-        decides which checkpoint is best. Waits for the save before."""
+        plain JSON, and the metrics of the steps since the last save, or of all steps where they were `rewritten`.
+        `loss` decides which checkpoint is best. Waits for the save before."""
         self.wait()
         if rewritten:
             self._curves = []
@@ -167,7 +168,11 @@ class Checkpoints:
                 "step": step, "loss": loss if math.isfinite(loss) else None, **about,
                 "digests": digests(state), "leaves": shapes, "files": files, "curves": segments,
             }  # fmt: skip
-            write_atomically(partial / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+            text = (json.dumps(manifest, indent=1) + "\n").encode()
+            write_atomically(partial / "manifest.json", text)
+            write_atomically(
+                partial / "manifest.sha256", f"{hashlib.sha256(text).hexdigest()}  manifest.json\n".encode()
+            )
             shutil.rmtree(self.folder / str(step), ignore_errors=True)
             os.rename(partial, self.folder / str(step))
             sync_folder(self.folder)
@@ -194,6 +199,17 @@ class Checkpoints:
         for step in [*losses][self._keep :]:
             if step != best:
                 shutil.rmtree(self.folder / str(step), ignore_errors=True)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Removes metrics that no checkpoint names."""
+        named = set()
+        for step in self.steps():
+            with contextlib.suppress(Damaged):
+                named |= {entry["file"] for entry in self._manifest(step)["curves"]}
+        for path in [*(self.folder / "curves").glob("*")]:
+            if path.name not in named:
+                path.unlink(missing_ok=True)
 
     def _loss(self, step: int) -> float:
         try:
@@ -212,9 +228,9 @@ class Checkpoints:
     def restore(
         self, like: Any, *, at_most: int | None = None, accept_differences: bool = False, keep_later: bool = False
     ) -> Restored | None:
-        """The newest intact checkpoint (of at most so many steps), with the structure of `like` (a tree, or a function of
-        the notes that gives one), or None. Damaged ones
-        are passed over with a note, and removed with all that is newer than what is restored unless `keep_later`.
+        """The newest intact checkpoint (of at most so many steps), with the structure of `like` (a tree, or a function
+        of the notes that gives one), or None. Damaged ones are passed over with a note, and removed with all that is
+        newer than what is restored unless `keep_later`.
 
         Raises `ReproError` naming the differences to the job that wrote it, unless they are accepted.
         """
@@ -242,23 +258,22 @@ class Checkpoints:
         """What is newer than a step, and what a killed process left half written."""
         if not self.folder.is_dir():
             return
-        known = {entry["file"] for entry in self._curves}
         for path in [*self.folder.iterdir()]:
             if path.name.startswith(".") or path.name.isdigit() and int(path.name) > last:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in [*(self.folder / "curves").glob("*")]:
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+        self._sweep()
 
     def _manifest(self, step: int) -> dict[str, Any]:
+        place = self.folder / str(step)
         try:
-            manifest = json.loads((self.folder / str(step) / "manifest.json").read_bytes())
+            text, own = (place / "manifest.json").read_bytes(), (place / "manifest.sha256").read_bytes()
         except FileNotFoundError as error:
-            raise Damaged("manifest.json is missing") from error
-        except (ValueError, OSError) as error:
-            raise Damaged("manifest.json cannot be read") from error
-        if not isinstance(manifest, dict) or manifest.get("step") != step or not {"files", "curves"} <= manifest.keys():
-            raise Damaged("manifest.json is not that of this step")
+            raise Damaged(f"{Path(error.filename).name} is missing") from error
+        if own != f"{hashlib.sha256(text).hexdigest()}  manifest.json\n".encode():
+            raise Damaged("manifest.json and manifest.sha256 do not agree")
+        manifest = json.loads(text)
+        if manifest["step"] != step:
+            raise Damaged(f"it is the one of step {manifest['step']}")
         return manifest
 
     def _verify(self, step: int, manifest: dict[str, Any]) -> None:
@@ -309,9 +324,21 @@ class Checkpoints:
                 parts.append({name: file[name] for name in file.files})
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
-    def digests_of(self, step: int) -> tuple[str, ...]:
-        """The digests in the manifest of a step. Raises `Damaged`."""
-        return tuple(self._manifest(step)["digests"])
+    def digests_of(self, step: int) -> tuple[str, ...] | None:
+        """The digests of the state in the checkpoint of a step, if there is one and its manifest can be read."""
+        try:
+            return tuple(self._manifest(step)["digests"])
+        except Damaged:
+            return None
+
+    def recorded(self) -> Curves:
+        """The metrics in the newest intact checkpoint, whatever wrote it; empty without one."""
+        for step in self.steps():
+            with contextlib.suppress(Damaged):
+                manifest = self._manifest(step)
+                self._verify(step, manifest)
+                return self._read_curves(manifest)
+        return {}
 
     # The end
 

@@ -59,7 +59,7 @@ class Compiled:
         like = lambda tree: jax.tree.map(lambda x: self._array(x.shape[1:], x.dtype), tree)
         seeds = self._array((), np.uint32)
         init = jax.jit(over(self.program.init))
-        self._state = like(jax.eval_shape(init, self._counts, seeds))
+        self.state = like(jax.eval_shape(init, self._counts, seeds))
         self._over: Callable[..., Any] = over
         self._chunks: dict[int, Future[Any]] = {}
         whole = NamedSharding(seats.mesh, P())
@@ -71,7 +71,7 @@ class Compiled:
         quickly = {"xla_backend_optimization_level": 1}
         self._init = _shared(pool, init.lower(self._counts, seeds), seats.mesh, compiler_options=quickly)
         evaluate = jax.jit(over(self._evaluated, shared=1))
-        model = self._state.params, self._state.buffers
+        model = self.state.params, self.state.buffers
         self._evaluate = _shared(pool, evaluate.lower(self._counts, model, windows), seats.mesh)
 
     @property
@@ -109,7 +109,7 @@ class Compiled:
         if config.monitors.chosen(dear=True):
             periodic = Periodic(self._common((steps,), bool), self._common(validation_shape(config), self._token_type))
         return jax.jit(self._over(chunk, shared=1, carried=True), donate_argnums=1).lower(
-            self._counts, self._state, windows, numbers, periodic
+            self._counts, self.state, windows, numbers, periodic
         )
 
     def chunk(self, steps: int) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -126,7 +126,7 @@ class Compiled:
         of_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
         window = jax.ShapeDtypeStruct((self._config.batch_size, self._config.length + 1), self._token_type)
         numbers = self._config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(self._config.numeric))
-        traced = jax.jit(self.program.step).trace(of_one(self._state), window, numbers)
+        traced = jax.jit(self.program.step).trace(of_one(self.state), window, numbers)
         text = traced.lower(lowering_platforms=(self._mesh.devices.flat[0].platform,)).as_text()
         optimised = not jax.config.read("jax_disable_most_optimizations")  # the one flag that the text does not show
         return hashlib.sha256(f"{optimised} {text}".encode()).hexdigest()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,83 +78,122 @@ def train(
     full, at the next boundary: the save before stands.
     """
     job = Job(config, lanes, corpus, lane_mesh() if mesh is None else mesh)
-    state = job.start()
     with contextlib.ExitStack() as stack:
         saves = None
         if checkpoints is not None:
             saves = stack.enter_context(Checkpoints(checkpoints, job.origin, on_note=on_note))
-            start = saves.restore(functools.partial(_shapes, job, state), accept_differences=accept_differences)
-        done, curves, supervisor = 0, [], Supervisor(job)
+            start = restored(saves, job, accept_differences=accept_differences)
         if start is not None:
-            own, snapshots = start.state if supervisor.needed else (start.state, ())
-            state, done, curves = job.seats.put(own), start.step, [start.curves]
-            if supervisor.needed:
-                supervisor.recall(start.notes, snapshots)
             on_restore(start)
+        end = advance(
+            job, config.steps, start, saves=saves, save_seconds=checkpoint_seconds, save_last=save_last, stop=stop,
+            on_chunk=on_chunk,
+        )  # fmt: skip
+        final = job.evaluate(end.state)
+    state, curves, take = end.state, end.curves, job.seats.take
+    events = [*structural_events(end.supervisor, curves), *numeric_events(job.config.rules, curves)]
+    events.sort(key=lambda event: (event["lane"], event["step"]))
+    return JobResult(curves, final, take(state.params), take(state.buffers), tuple(events))
 
-        length = steps_per_chunk(config, job.mesh)
-        tokens = config.batch_size * config.length * len(lanes)
-        clock = saved_at = time.monotonic()
-        saved = done
-        pending: list[tuple[int, int, Metrics]] = []
 
-        def collect() -> None:
-            nonlocal clock
-            first, last, metrics = pending.pop(0)
-            curves.append(job.take(metrics))
-            now = time.monotonic()
-            rate = tokens * (last - first) / max(now - clock, 1e-9)
-            on_chunk(Progress(last, config.steps, len(lanes), rate, curves[-1]))
-            clock = now
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """A job after `step` steps: its state over seats, and its curves until then."""
 
-        def save() -> None:
-            nonlocal saved, saved_at
-            while pending:
-                collect()
-            own, loss = job.seats.take(state), mean_loss(curves[-1])
-            if supervisor.needed:  # which may rewrite what was measured before the last save
-                tree = own, tuple(jax.tree.map(np.array, snapshot) for _, snapshot in supervisor.snapshots)
-                saves.save(done, tree, [_joined(curves)], loss, notes=supervisor.notes(), rewritten=True)
-            else:
-                saves.save(done, own, _since(curves, done - saved), loss)
-            saved, saved_at = done, time.monotonic()
+    step: int
+    state: TrainState
+    curves: Curves
+    supervisor: Supervisor
 
-        while done < config.steps:
-            if stop() and supervisor.settled:
-                if saves is not None and saved < done:
-                    save()
-                    saves.wait()
-                raise Stopped(done, config.steps, saves is not None)
-            end = min(done + length, config.steps)
-            if supervisor.needed:
-                supervisor.remember(done, job.seats.take(state))
-            state, metrics = job.advance(state, done, end)
-            pending.append((done, end, metrics))
-            begun, done = done, end
-            if len(pending) > 1 or supervisor.needed:
-                collect()
-            if supervisor.needed and supervisor.look(begun, done, own := job.seats.take(state), curves):
-                state = job.seats.put(own)
-            if saves is not None:
-                saves.check()
-                due = time.monotonic() - saved_at >= checkpoint_seconds and supervisor.settled
-                if done < config.steps and due and not (saves.busy and checkpoint_seconds):
-                    save()
+
+def advance(
+    job: Job,
+    last: int,
+    start: Restored | None = None,
+    *,
+    saves: Checkpoints | None = None,
+    save_seconds: float = 60.0,
+    save_last: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    on_chunk: Callable[[Progress], None] = lambda progress: None,
+) -> Reached:
+    """The steps of a job from `start` to the first chunk boundary at or after `last`; see `train`."""
+    config, state, done, curves, supervisor = job.config, job.start(), 0, [], Supervisor(job)
+    if start is not None:
+        own, snapshots = start.state if supervisor.needed else (start.state, ())
+        state, done, curves = job.seats.put(own), start.step, [start.curves]
+        if supervisor.needed:
+            supervisor.recall(start.notes, snapshots)
+
+    length = steps_per_chunk(config, job.mesh)
+    tokens = config.batch_size * config.length * len(job.lanes)
+    clock = saved_at = time.monotonic()
+    saved = done
+    pending: list[tuple[int, int, Metrics]] = []
+
+    def collect() -> None:
+        nonlocal clock
+        first, end, metrics = pending.pop(0)
+        curves.append(job.take(metrics))
+        now = time.monotonic()
+        rate = tokens * (end - first) / max(now - clock, 1e-9)
+        on_chunk(Progress(end, config.steps, len(job.lanes), rate, curves[-1]))
+        clock = now
+
+    def save() -> None:
+        nonlocal saved, saved_at
         while pending:
             collect()
-        if saves is not None and save_last and saved < done:
-            save()
-        final = job.evaluate(state)
-    whole = _joined(curves)
-    events = [*structural_events(supervisor, whole), *numeric_events(job.config.rules, whole)]
-    events.sort(key=lambda event: (event["lane"], event["step"]))
-    return JobResult(whole, final, job.seats.take(state.params), job.seats.take(state.buffers), tuple(events))
+        loss = mean_loss(curves[-1])
+        if supervisor.needed:  # which may rewrite what was measured before the last save
+            tree, notes = whole_state(job, state, supervisor), supervisor.notes()
+            saves.save(done, tree, [_joined(curves)], loss, notes=notes, rewritten=True)
+        else:
+            saves.save(done, whole_state(job, state, supervisor), _since(curves, done - saved), loss)
+        saved, saved_at = done, time.monotonic()
+
+    while done < last:
+        if stop() and supervisor.settled:
+            if saves is not None:
+                if saved < done:
+                    save()
+                saves.wait()
+            raise Stopped(done, config.steps, saves is not None)
+        end = min(done + length, config.steps)
+        if supervisor.needed:
+            supervisor.remember(done, job.seats.take(state))
+        state, metrics = job.advance(state, done, end)
+        pending.append((done, end, metrics))
+        begun, done = done, end
+        if len(pending) > 1 or supervisor.needed:
+            collect()
+        if supervisor.needed and supervisor.look(begun, done, own := job.seats.take(state), curves):
+            state = job.seats.put(own)
+        if saves is not None:
+            saves.check()
+            due = time.monotonic() - saved_at >= save_seconds and supervisor.settled
+            if done < config.steps and due and not (saves.busy and save_seconds):
+                save()
+    while pending:
+        collect()
+    if saves is not None and save_last and saved < done:
+        save()
+    return Reached(done, state, _joined(curves), supervisor)
 
 
-def _shapes(job: Job, state: TrainState, notes: Mapping[str, Any]) -> Any:
-    """What a save holds: the state, and the snapshots of a supervised job."""
-    own = job.shapes(state)
-    return (own, (own,) * len(notes["snapshots"])) if "snapshots" in notes else own
+def whole_state(job: Job, state: TrainState, supervisor: Supervisor) -> Any:
+    """What a save holds, on the host: the state, and the snapshots of a supervised job."""
+    own = job.seats.take(state)
+    if not supervisor.needed:
+        return own
+    return own, tuple(jax.tree.map(np.array, snapshot) for _, snapshot in supervisor.snapshots)
+
+
+def restored(saves: Checkpoints, job: Job, **options: Any) -> Restored | None:
+    """The newest intact save of a job; `options` as `Checkpoints.restore`."""
+    own = job.shapes(job.programs.state)
+    like = lambda notes: (own, (own,) * len(notes["snapshots"])) if "snapshots" in notes else own
+    return saves.restore(like, **options)
 
 
 def _since(parts: list[Curves], steps: int) -> list[Curves]:

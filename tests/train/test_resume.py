@@ -1,6 +1,7 @@
 """A job that is interrupted after any checkpoint ends with the bits of one that was not."""
 
 import dataclasses
+import hashlib
 import json
 
 import jax
@@ -31,6 +32,15 @@ def stopping_at(step):
 def interrupted(config, corpus, folder, step):
     with pytest.raises(Stop):
         train(config, LANES, corpus, checkpoints=folder, checkpoint_seconds=0, on_chunk=stopping_at(step))
+
+
+def change_manifest(folder, change):
+    """Rewrites a manifest together with its own hash, as no accident would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    text = json.dumps(manifest)
+    (folder / "manifest.json").write_text(text)
+    (folder / "manifest.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  manifest.json\n")
 
 
 def equal(a, b):
@@ -85,12 +95,13 @@ def test_a_checkpoint_of_another_job_is_refused_by_the_difference(tiny, kjv, tmp
 def test_other_versions_and_programs_are_refused_unless_accepted(tiny, kjv, tmp_path):
     """The manifest is that of another version of JAX, and of another program."""
     interrupted(tiny, kjv, tmp_path, 20)
-    path = tmp_path / "10" / "manifest.json"
-    manifest = json.loads(path.read_text())
     now = origins.package_versions()["jax"]
-    manifest["origin"]["versions"]["jax"] = "0.1.0"
-    manifest["origin"]["program"] = "0" * 64
-    path.write_text(json.dumps(manifest))
+
+    def change(manifest):
+        manifest["origin"]["versions"]["jax"] = "0.1.0"
+        manifest["origin"]["program"] = "0" * 64
+
+    change_manifest(tmp_path / "10", change)
     with pytest.raises(ReproError, match=f"written with jax 0.1.0, this is {now}, step program 000000000000, this is"):
         train(tiny, LANES, kjv, checkpoints=tmp_path)
     found = []
@@ -103,10 +114,7 @@ def test_other_versions_and_programs_are_refused_unless_accepted(tiny, kjv, tmp_
 
 def test_a_state_that_does_not_fit_is_refused_even_if_differences_are_accepted(tiny, kjv, tmp_path):
     interrupted(tiny, kjv, tmp_path, 20)
-    path = tmp_path / "10" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["leaves"].pop()
-    path.write_text(json.dumps(manifest))
+    change_manifest(tmp_path / "10", lambda manifest: manifest["leaves"].pop())
     with pytest.raises(ReproError, match="holds .* arrays of .* values, and the state of this job"):
         train(tiny, LANES, kjv, checkpoints=tmp_path, accept_differences=True)
 
