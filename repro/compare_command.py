@@ -185,7 +185,6 @@ def write_page(out: Path, a: Side, b: Side, found: list[Part]) -> Path:
 
 def _page(a: Side, b: Side, found: list[Part]) -> str:
     """The page. It needs no template engine: it is four tables, and every text in them is escaped here."""
-    text = lambda words: html.escape(str(words), quote=True)
     sections = []
     for number, part in enumerate(found):
         head = f'<section aria-labelledby="part-{number}"><h2 id="part-{number}">{text(part.title.capitalize())}</h2>'
@@ -199,8 +198,8 @@ def _page(a: Side, b: Side, found: list[Part]) -> str:
         )
         sections.append(
             f'{head}<p class="muted">{len(part.rows)} differ, {part.same} are the same.</p>'
-            f'<div class="scroll" role="region" tabindex="0" aria-labelledby="part-{number}"><table><thead><tr>{headings}'
-            f"</tr></thead><tbody>{rows}</tbody></table></div></section>"
+            f'<div class="scroll" role="region" tabindex="0" aria-labelledby="part-{number}"><table>'
+            f"<thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></section>"
         )
     names = f"<p class='lead'>A is {text(a.name)} of {text(a.record.get('started', ''))}, B is {text(b.name)} of " + (
         f"{text(b.record.get('started', ''))}.</p>"
@@ -215,8 +214,12 @@ def _page(a: Side, b: Side, found: list[Part]) -> str:
     )
 
 
+def text(words: Any) -> str:
+    """Words that HTML shows as they are."""
+    return html.escape(str(words), quote=True)
+
+
 def _cell(words: str) -> str:
     """A cell, with the colour of the label that it begins with."""
     label = next((label for label in LABELS if words.startswith(f"{label}:")), None)
-    text = html.escape(words, quote=True)
-    return f'<span class="{label.replace(" ", "-")}">{text}</span>' if label else text
+    return f'<span class="{label.replace(" ", "-")}">{text(words)}</span>' if label else text(words)

@@ -20,9 +20,9 @@ from repro.errors import ReproError
 from repro.report.numbers import count_text, effect_text, interval_text, mde_text, p_text
 from repro.report.record import write_atomically
 from repro.report.rule_words import rule_words
+from repro.report.site import claim_plots, matrix, words
 from repro.report.site.definitions import definitions
 from repro.report.site.load import Result, conflicts, key, load_results
-from repro.report.site import claim_plots, matrix, words
 from repro.report.site.plot import Plot
 from repro.report.site.spec_plots import plots
 from repro.report.specs import Effects
@@ -194,7 +194,8 @@ class _Site:
             "index.html", "overview.html", "",
             judged=judged, not_run=not_run, ledger=LEDGER, meaning=words.MEANING, systems=systems,
             counts=[(label, counts[label]) for label in LABELS if counts[label]] + [(NOT_RUN, len(not_run))],
-            columns=list(matrix.COLUMNS.values()), matrix=matrix.rows(), labels_of=self._labels_of, results=self.results,
+            columns=list(matrix.COLUMNS.values()), matrix=matrix.rows(), labels_of=self._labels_of,
+            results=self.results,
             others=[(s, ids) for s in systems if (ids := [i for i in matrix.outside(LEDGER) if LEDGER[i].system == s])],
             conflicts=self.conflicts, duration=words.duration, counts_of=_counts,
         )  # fmt: skip
@@ -223,7 +224,7 @@ class _Site:
         result = items[0].result
         verdicts = [item.verdict for item in items]
         found = [
-            *claim_plots.effects(result, verdicts),
+            *claim_plots.effects(result, verdicts, ids=False),
             *claim_plots.by_step(result, verdicts),
             *claim_plots.of_experiment(result, verdicts),
         ]

@@ -91,8 +91,9 @@ def of_experiment(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]
                 yield from plots(spec, result.experiment, result.curves, result.runs)
 
 
-def effects(result: Result, verdicts: Sequence[Verdict], name: str = "effects") -> Iterator[Plot]:
-    """The effect of every seed, the mean and its interval: a figure for each scale and metric."""
+def effects(result: Result, verdicts: Sequence[Verdict], *, ids: bool = True) -> Iterator[Plot]:
+    """The effect of every seed, the mean and its interval: a figure for each scale and metric. Without `ids` only the
+    variants of the claims are named."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for verdict in verdicts:
         if is_statistical(verdict):
@@ -100,10 +101,12 @@ def effects(result: Result, verdicts: Sequence[Verdict], name: str = "effects") 
             row = Row(verdict, deciding(claim.criterion if claim else None, verdict.quantity))
             groups.setdefault(row.group, []).append(row)
     for number, ((scale, measured), rows) in enumerate(groups.items()):
-        yield _effects(f"{name}-{number}", scale, measured, rows)
+        metric = measured.removesuffix(", relative")
+        words = measure(result, metric) + measured.removeprefix(metric)
+        yield _effects(f"effects-{number}", scale, words, rows, ids)
 
 
-def _effects(name: str, scale: str, measured: str, rows: Sequence[Row]) -> Plot:
+def _effects(name: str, scale: str, measured: str, rows: Sequence[Row], ids: bool) -> Plot:
     levels = scale == "value" and all(getattr(row.rule, "log", False) for row in rows)
     values = [x for row in rows for x in (*row.dots, *(row.line or ()))]
     log = (scale == "ratio" or levels) and bool(values) and min(values) > 0
@@ -112,18 +115,20 @@ def _effects(name: str, scale: str, measured: str, rows: Sequence[Row]) -> Plot:
     shapes, notes = [], []
     for y, row in enumerate(rows):
         verdict, color = row.verdict, LABEL_COLORS[row.verdict.label]
-        title = key(verdict)
+        title = key(verdict) if ids or not verdict.variant else verdict.variant
         seeds = [(seed, value) for seed, value in verdict.per_seed.items() if math.isfinite(value)]
         data.append({
             "x": drawn((value for _, value in seeds), log), "y": [y + 0.22] * len(seeds), "mode": "markers",
             "marker": {"size": 7, "color": color, "opacity": 0.5}, "text": [f"seed {seed}" for seed, _ in seeds],
-            "hovertemplate": "%{x}<extra>%{text}</extra>", "name": "single seeds", "showlegend": y == 0, "legendgroup": "seeds",
+            "hovertemplate": "%{x}<extra>%{text}</extra>", "name": "single seeds", "showlegend": y == 0,
+            "legendgroup": "seeds",
         })  # fmt: skip
         if verdict.effect is not None and math.isfinite(verdict.effect):
+            numbers = text(f"{effect_text(verdict)} ({interval_text(verdict)})")
             trace = {
                 "x": [short(verdict.effect, 8)], "y": [y], "mode": "markers", "name": "effect and 95 % interval",
-                "marker": {"size": 11, "symbol": "diamond", "color": color}, "showlegend": y == 0, "legendgroup": "effect",
-                "hovertemplate": f"{text(effect_text(verdict))} ({text(interval_text(verdict))})<extra>{text(verdict.label)}</extra>",
+                "marker": {"size": 11, "symbol": "diamond", "color": color}, "showlegend": y == 0,
+                "legendgroup": "effect", "hovertemplate": f"{numbers}<extra>{text(verdict.label)}</extra>",
             }  # fmt: skip
             if row.line:
                 low, high = row.line
@@ -160,7 +165,10 @@ def _effects(name: str, scale: str, measured: str, rows: Sequence[Row]) -> Plot:
         "ratio": "Effect of every seed, as ratios",
         "difference": f"Effect of every seed: differences in {measured}",
     }
-    caption = "Diamonds are effects over test seeds with their 95 % intervals, dots are single seeds, short lines are the bounds that the rules state."
+    caption = (
+        "Diamonds are effects over test seeds with their 95 % intervals, dots are single seeds, short lines are the "
+        "bounds that the rules state."
+    )
     heading = title.get(scale, f"Every seed: {measured}")
     headings = ("claim", "seed", "effect", "interval from", "to", "verdict")
     return Plot(name, heading, caption, f"{heading}. " + "; ".join(told) + ".", data, layout, headings, table)
@@ -206,7 +214,7 @@ def by_size(results: Sequence[tuple[Result, Verdict]]) -> Iterator[Plot]:
         what = measure(result, rule.metric)
         yield size_plot(
             f"size-{number}", f"{what}: {names}", f"Dots are test seeds, the line joins their means.{few}",
-            f"{what}{relative}, " + ("ratio" if scale == "ratio" else "difference" if scale == "difference" else "level"),
+            f"{what}{relative}, {'level' if scale == 'value' else scale}",
             by_width, {"color": "#0072B2", "dash": "solid", "width": 2}, base=NO_EFFECT.get(scale), log=log,
             bounds=row.bounds,
         )  # fmt: skip

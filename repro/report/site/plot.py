@@ -108,14 +108,15 @@ def axis(title: str, *, log: bool = False, **more) -> dict[str, Any]:
     return {"title": {"text": text(title)}, "type": "log" if log else "linear", "automargin": True} | more
 
 
-def add_level(layout: dict[str, Any], value: float, label: str, *, vertical: bool = False, **more) -> None:
+def add_level(data: list, layout: dict[str, Any], value: float, label: str, *, vertical: bool = False, **more) -> None:
     """Draw a straight reference line with its label, and make the axis reach it."""
     shape, note = level(value, label, vertical=vertical, **more)
     layout.setdefault("shapes", []).append(shape)
     layout.setdefault("annotations", []).append(note)
-    reach = layout["xaxis" if vertical else "yaxis"].setdefault("autorangeoptions", {}).setdefault("include", [])
-    # A little beyond it, so that the line does not coincide with the edge.
-    reach += [value / 1.04, value * 1.04] if more.get("log") else [value]
+    # Shapes do not stretch an axis; a point that is not drawn does.
+    other = next((part for trace in data for part in trace.get("y" if vertical else "x", ()) if part is not None), 1)
+    unseen = {"mode": "markers", "marker": {"opacity": 0}, "hoverinfo": "skip", "showlegend": False}
+    data.append(unseen | ({"x": [value], "y": [other]} if vertical else {"x": [other], "y": [value]}))
 
 
 def level(

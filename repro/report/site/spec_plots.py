@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import defaultdict
@@ -90,7 +89,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
                 ends.append(f"{arm.label} {found.median[-1]:.3g}" + (f" ({found.lost} diverged)" if found.lost else ""))
         layout = {"xaxis": axis("step"), "yaxis": axis(spec.ylabel, log=spec.log)}
         if spec.line is not None:
-            add_level(layout, spec.line, spec.line_label or f"{spec.line:g}", log=spec.log)
+            add_level(data, layout, spec.line, spec.line_label or f"{spec.line:g}", log=spec.log)
         summary = f"{title}: {spec.ylabel} by step. At the last step drawn, medians over seeds: {'; '.join(ends)}."
         headings = ("arm", "step", f"median of {spec.metric}", "smallest seed", "largest seed", "seeds")
         yield Plot(name, title, spec.caption, summary, data, layout, headings, table)
@@ -133,7 +132,7 @@ def _means_and_dots(
 
 
 def _mark_unseen(layout: dict, experiment: Experiment, means: dict[str, dict[float, float]], log_x: bool, log_y: bool):
-    """Crosses at the upper edge for means that are not finite, triangles at the lower for those a log axis cannot show."""
+    """Crosses at the upper edge for means that are not finite, triangles at the lower for what a log axis cannot show."""
     notes = layout.setdefault("annotations", [])
     unseen: dict[tuple[float, str], int] = defaultdict(int)
     for name, found in means.items():
@@ -144,7 +143,8 @@ def _mark_unseen(layout: dict, experiment: Experiment, means: dict[str, dict[flo
                 unseen[x, sign] += 1
                 notes.append({
                     "text": sign, "showarrow": False, "xref": "x", "x": math.log10(x) if log_x else x, "xshift": shift,
-                    "yref": "paper", "y": 1 if sign == "×" else 0, "font": {"size": 16, "color": line_style(experiment, name)["color"]},
+                    "yref": "paper", "y": 1 if sign == "×" else 0,
+                    "font": {"size": 16, "color": line_style(experiment, name)["color"]},
                 })  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def _doses(spec: Dose, experiment: Experiment, runs: Runs) -> Iterator[Plot]:
         for line in spec.lines:
             upright = line.x is not None
             value, log = (line.x, bool(spec.log_x)) if upright else (line.y, spec.log_y)
-            add_level(layout, value, line.label, log=log, vertical=upright)
+            add_level(data, layout, value, line.label, log=log, vertical=upright)
         _mark_unseen(layout, experiment, means, bool(spec.log_x), spec.log_y)
         table = _table(experiment, here, spec.metric, lambda run: f"{dose_of[run.point]:g}")
         headings = ("arm", "phase", spec.xlabel, "seed", spec.metric)
@@ -268,13 +268,18 @@ def _widths(spec: Width, experiment: Experiment, runs: Runs) -> Iterator[Plot]:
     )
 
 
+def _mean(values: list[float], log: bool) -> float:
+    """The mean, geometric where `log`; NaN where a value does not allow it."""
+    if not values or not all(math.isfinite(x) and (x > 0 or not log) for x in values):
+        return math.nan
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if log else math.fsum(values) / len(values)
+
+
 def size_plot(
     name, title, caption, ylabel, by_width: dict[float, list[float]], style: dict, *, base, log, **more
 ) -> Plot:
     """Effects of single seeds and their mean (geometric where `log`) against model width."""
-    mean = lambda v: math.exp(math.fsum(map(math.log, v)) / len(v)) if log else math.fsum(v) / len(v)
-    usable = lambda v: bool(v) and all(math.isfinite(x) and (x > 0 or not log) for x in v)
-    means = [mean(v) if usable(v) else math.nan for v in by_width.values()]
+    means = [_mean(values, log) for values in by_width.values()]
     data = line_trace(
         list(by_width),
         drawn(means, log),
@@ -292,10 +297,10 @@ def size_plot(
         "yaxis": axis(ylabel, log=log),
     }
     if base is not None:
-        add_level(layout, base, "no effect", log=log, dash="dash")
+        add_level(data, layout, base, "no effect", log=log, dash="dash")
     for bound in more.get("bounds", ()):
         if bound > 0 or not log:
-            add_level(layout, bound, "bound of the rule", log=log)
+            add_level(data, layout, bound, "bound of the rule", log=log)
     rows = [(f"{w:g}", f"{v:.6g}") for w, values in by_width.items() for v in values]
     told = ", ".join(f"{m:.3g} at width {w:g}" for w, m in zip(by_width, means, strict=True))
     return Plot(
@@ -326,18 +331,13 @@ def _heatmaps(spec: Heatmap) -> Iterator[Plot]:
             ticks = list(range(math.floor(ends[0]), math.ceil(ends[1]) + 1))
             bar |= {"tickvals": ticks, "ticktext": [f"10<sup>{t}</sup>".replace("-", "−") for t in ticks]}
         data = [{
-            "type": "heatmap", "z": [drawn((short(x, 3) if math.isfinite(x) else math.nan for x in row), False) for row in z.tolist()],
-            "dx": every[1], "dy": every[0], "x0": 0, "y0": 0, "zmin": short(ends[0]), "zmax": short(ends[1]), "colorscale": COLOURS.capitalize(),
-            "colorbar": bar, "hoverongaps": False,
+            "type": "heatmap", "z": [[short(x, 3) for x in row] for row in z.tolist()],
+            "dx": every[1], "dy": every[0], "x0": 0, "y0": 0, "zmin": short(ends[0]), "zmax": short(ends[1]),
+            "colorscale": COLOURS.capitalize(), "colorbar": bar, "hoverongaps": False,
         }]  # fmt: skip
         layout = {"xaxis": axis(spec.xlabel), "yaxis": axis(spec.ylabel, autorange="reversed")}
-        told = f"{spec.title}, {title}: {spec.label} by {spec.ylabel} and {spec.xlabel}, from {low:.3g} to {high:.3g} over all panels."
+        what = f"{spec.label} by {spec.ylabel} and {spec.xlabel}"
+        told = f"{spec.title}, {title}: {what}, from {low:.3g} to {high:.3g} over all panels."
         rows = [(int(i * every[0]), *(f"{x:.4g}" for x in row)) for i, row in enumerate(shown)]
         headings = (spec.ylabel, *(f"{spec.xlabel} {j * every[1]}" for j in range(shown.shape[1])))
         yield Plot(f"{spec.name}-{index}", f"{spec.title}: {title}", spec.caption, told, data, layout, headings, rows)
-
-
-def restricted(spec: Curve | Dose | Ladder, arms: tuple[str, ...]) -> Spec:
-    """The spec with some of its arms only."""
-    own = spec.arms or arms
-    return dataclasses.replace(spec, arms=tuple(arm for arm in own if arm in arms))

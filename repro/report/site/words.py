@@ -55,13 +55,10 @@ def what_would_change(claim: Claim | None, verdict: Verdict) -> list[str]:
         return []
     if claim.tier == "M":
         other = CONTRADICTED if verdict.label == SUPPORTED else SUPPORTED
-        one = (
-            "one run outside what the rule allows"
-            if verdict.label == SUPPORTED
-            else "every run inside what the rule allows"
-        )
+        one = "One run outside" if verdict.label == SUPPORTED else "Every run inside"
         lines = [
-            f"{one[0].upper()}{one[1:]} would make it {other}. It is compared exactly; more runs of the same code change nothing."
+            f"{one} what the rule allows would make it {other}. It is compared exactly: more runs of the same code change "
+            "nothing."
         ]
         return lines + ([_control(verdict)] if verdict.label == SUPPORTED else [])
     rule = deciding(claim.criterion, verdict.quantity)
@@ -85,17 +82,15 @@ def what_would_change(claim: Claim | None, verdict: Verdict) -> list[str]:
     if verdict.label == NOT_SUPPORTED:
         return [f"An interval that reaches an effect large enough to count; it is {interval}."]
     if verdict.control_label == SUPPORTED:
-        return [
-            f"A control that does not pass. The control came out {verdict.control_label}, so the rule shows nothing here."
-        ]
-    lines = [
-        f"An interval wholly on one side of {bound}; it is {interval}. The adjusted p is {p_text(verdict.p_holm)}."
-    ]
+        return [f"A control that does not pass. It came out {verdict.control_label}, so the rule shows nothing here."]
+    where = f"wholly between {bound}, or wholly outside" if len(bounds) > 1 else f"wholly on one side of {bound}"
+    lines = [f"An interval {where}; it is {interval}. The adjusted p is {p_text(verdict.p_holm)}."]
     seeds = seeds_needed(rule, verdict)
     if seeds is not None:
         count = f"about {seeds:,}" if seeds <= MOST_SEEDS else f"more than {MOST_SEEDS:,}"
         lines.append(
-            f"At this spread an effect of this size would be found at 80 % power with {count} seeds in place of {verdict.n}."
+            f"At this spread an effect of this size would be found at 80 % power with {count} seeds in place of "
+            f"{verdict.n}."
         )
     return lines
 

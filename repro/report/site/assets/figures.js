@@ -42,7 +42,7 @@
       margin: { l: 56, r: 14, t: 14, b: 46 }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
-      annotations: (layout.annotations || []).map((note) => ({ ...note, font: { color: look.ink, ...(note.font || {}) } })),
+      annotations: (layout.annotations || []).map((note) => ({ ...(note.xanchor === "left" ? { bgcolor: look.paper } : {}), ...note, font: { color: look.ink, ...(note.font || {}) } })),
     } };
   };
 
