@@ -1,4 +1,4 @@
-"""The command line: `repro list | show | run | resume | verdict | report | compare | ledger | scale-down | doctor`."""
+"""The command line: `repro --help` lists what there is."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def _parser() -> argparse.ArgumentParser:
         "--accept-differences", action="store_true",
         help="go on although versions, platform or program are others than before, and record it",
     )  # fmt: skip
+    replay = commands.add_parser("replay", help="execute a step again, and compare it with what was recorded")
+    replay.add_argument("folder", metavar="DIR", type=Path)
+    replay.add_argument("--step", type=int, required=True, help="the step, from 0 on")
+    replay.add_argument("--job", type=int, metavar="N", help="of which job, as a run counts them (default: the last)")
+    replay.add_argument("--accept-differences", action="store_true", help="replay with other versions than before")
     verdict = commands.add_parser("verdict", help="print the verdicts of a run folder")
     verdict.add_argument("folders", metavar="DIR", type=Path, nargs="+")
     verdict.add_argument("--check", action="store_true", help="derive the verdicts again and compare")

@@ -230,6 +230,16 @@ def resume(args: argparse.Namespace) -> int:
     return _execute(experiment, record["preset_name"], preset, folder, record["changed"], accept_differences=accept)
 
 
+def replay(args: argparse.Namespace) -> int:
+    _start_devices()
+    from repro import replay_command
+    from repro.report.record import RunFolder
+
+    folder = RunFolder.existing(args.folder)
+    experiment, preset = _same_rules(folder.read("run.json"), folder.path)
+    return replay_command.replay(args, experiment, preset, folder, _console())
+
+
 def verdict(args: argparse.Namespace) -> int:
     from repro.claims import decide_all
     from repro.report import claims_table
@@ -346,6 +356,6 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "list": list_claims, "show": show, "resume": resume, "verdict": verdict, "report": report, "compare": compare,
-    "ledger": ledger,    "scale-down": scale_down, "doctor": doctor,
+    "list": list_claims, "show": show, "resume": resume, "replay": replay, "verdict": verdict, "report": report,
+    "compare": compare, "ledger": ledger, "scale-down": scale_down, "doctor": doctor,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from repro.claims import Cell, Experiment, Run, Runs, Verdict, decide_all, gathe
 from repro.data import Corpus, load_corpus
 from repro.errors import ReproError, Stopped
 from repro.report import draw, write_report
-from repro.report.record import SCHEMA, RunFolder, no_curves, write_json
+from repro.report.record import KEYS, SCHEMA, RunFolder, no_curves, write_json
 from repro.report.tensorboard import CELL, write_events
 from repro.signals import Signals
 from repro.train import Lane, Progress, TrainConfig, check_corpus, lane_mesh, prepare, train, with_settings
@@ -98,6 +98,25 @@ def curves_table(job: Job, curves: dict[str, np.ndarray]) -> pl.DataFrame:
         # Lists rather than fixed-width arrays, since models of different sizes stand in one table.
         columns[name] = pl.Series(rows[:, 0]) if values.ndim == 2 else pl.Series(rows).cast(pl.List(pl.Float32))
     return pl.DataFrame(columns)
+
+
+def curves_of(job: Job, table: pl.DataFrame) -> dict[str, np.ndarray]:
+    """The inverse of `curves_table`, from a table that may hold other runs too: [step, run] or [step, run, entries], for
+    the metrics that these runs have. Raises `ReproError` if a run is not there with every step from 0 on."""
+    parts: list[dict[str, np.ndarray]] = []
+    for cell, _, seed in job.lanes:
+        where = (pl.col("seed") == seed) & (pl.col("rate") == cell.rate)
+        for name in ("arm", "size", "point", "phase"):
+            where &= pl.col(name) == getattr(cell, name)
+        own = table.filter(where).sort("step")
+        if not len(own) or own["step"].to_list() != list(range(len(own))):
+            raise ReproError(f"the steps of {cell.arm}, seed {seed}, are not stored one by one from 0 on.")
+        own = own.drop(*(name for name in own.columns if own[name].null_count()), *KEYS, "step", strict=False)
+        parts.append(
+            {c.name: c.to_numpy() if not c.dtype.is_nested() else np.array(c.to_list(), np.float32) for c in own}
+        )
+    shared = [name for name in parts[0] if all(name in part for part in parts)]
+    return {name: np.stack([part[name] for part in parts], 1) for name in shared}
 
 
 def write_job_events(folder: RunFolder, curves: list[pl.DataFrame]) -> None:
@@ -233,7 +252,8 @@ def execute(
         else:
             record = folder.read("run.json")
             keep_checkpoints = bool(record.get("keep_checkpoints"))
-            _check_origin(folder, record, accept_differences)
+            if found := check_origin(folder, record, accept_differences):
+                _accept(folder, found)
         if corpus is None:
             watcher.computing()
         runs = gather(experiment, preset, run_cells)
@@ -279,17 +299,17 @@ def _accept(folder: RunFolder, found: Iterable[str]) -> None:
     write_json(folder.path / "run.json", record)
 
 
-def _check_origin(folder: RunFolder, record: dict[str, Any], accept: bool) -> None:
-    """Raises `ReproError` if a folder was begun with other versions or on another platform, unless accepted."""
+def check_origin(folder: RunFolder, record: dict[str, Any], accept: bool) -> list[str]:
+    """In words, the versions and the platform that are others than those that a folder was begun with. Raises
+    `ReproError` if there are any that are not accepted."""
     then = {"versions": dict(record.get("versions") or {}), "platform": (record.get("hardware") or {}).get("platform")}
     then["versions"].pop("python", None)  # no bit depends on it
-    if found := differences(then, {"versions": package_versions(), "platform": jax.default_backend()}):
-        if not accept:
-            raise ReproError(
-                f"{folder.path} was begun with {', '.join(found)}; resume it where it was begun, or go on with "
-                "--accept-differences, which is recorded."
-            )
-        _accept(folder, found)
+    found = differences(then, {"versions": package_versions(), "platform": jax.default_backend()})
+    if found and not accept:
+        raise ReproError(
+            f"{folder.path} was begun with {', '.join(found)}; go on where it was begun, or with --accept-differences."
+        )
+    return found
 
 
 def _train_job(
