@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from repro.data import Corpus
 from repro.errors import ReproError
 from repro.train.compiled import compiled, validation_shape
 from repro.train.config import TrainConfig
+from repro.train.guards import check_signals
 from repro.train.mesh import Seats, place
 from repro.train.origin import compiler_flags, package_versions
 from repro.train.step import Metrics, Periodic, TrainState
@@ -27,7 +29,8 @@ class Lane:
 
 
 def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
-    """Raises `ReproError` for tokens beyond the model's vocabulary, or a text that is too short."""
+    """Raises `ReproError` for tokens beyond the model's vocabulary, a text that is too short, or a guard on a signal that
+    the run does not have."""
     if corpus.vocab_size > config.model.vocab_size:
         raise ReproError(
             f"corpus {corpus.name} has {corpus.vocab_size} token ids and the model {config.model.vocab_size}; "
@@ -35,6 +38,22 @@ def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
         )
     corpus.batch(0, 0, batch_size=config.batch_size, length=config.length)
     corpus.validation(config.eval_windows, config.length)
+    if config.guards:
+        check_signals(config.rules, signals(config.structure()))
+
+
+@functools.cache
+def signals(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name and shape of every metric of a step."""
+    program = config.program_class()(config)
+    window = jax.ShapeDtypeStruct((config.batch_size, config.length + 1), np.int32)
+    numbers = config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(config.numeric))
+    state = jax.eval_shape(program.init, jax.ShapeDtypeStruct((), np.uint32))
+    if not config.monitors.chosen(dear=True):
+        return jax.eval_shape(program.step, state, window, numbers)[1]
+    watched = jax.ShapeDtypeStruct(validation_shape(config), np.int32)
+    periodic = Periodic(jax.ShapeDtypeStruct((), bool), watched)
+    return jax.eval_shape(program.step, state, window, numbers, periodic)[1]
 
 
 class Job:
