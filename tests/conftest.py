@@ -1,6 +1,7 @@
 """Two CPU devices for every test, and programs that are compiled once per session, also across xdist workers."""
 
 import contextlib
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -22,10 +23,39 @@ def pytest_configure(config):
         config.add_cleanup(folder.cleanup)
 
 
+@functools.cache
+def _without_fusion_emitters():
+    """Whether compile options can be changed so that programs with few optimisations take half the time: without XLA's
+    fusion emitters, which older versions let one leave out. `False` where they cannot."""
+    import jax
+    from jax._src import compiler
+
+    options = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
+    try:
+        jax.jit(lambda: 0, compiler_options=options)()
+    except jax.errors.JaxRuntimeError:
+        return False
+    found_by = compiler.get_compile_options
+
+    def with_options(*args, **kwargs):
+        found = found_by(*args, **kwargs)
+        if jax.config.read("jax_disable_most_optimizations") and not _emitters:
+            found.env_option_overrides = [*found.env_option_overrides, *options.items()]
+        return found
+
+    compiler.get_compile_options = with_options
+    return True
+
+
+_emitters = []
+"""Tests in progress that want XLA's fusion emitters."""
+
+
 @contextlib.contextmanager
 def _quickly():
     import jax
 
+    _without_fusion_emitters()
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -37,6 +67,14 @@ def quick_compile():
     """Programs compiled with few optimisations: a third of the time, for tests of everything but the compiler."""
     with _quickly():
         yield
+
+
+@pytest.fixture
+def fusion_emitters(quick_compile):
+    """`quick_compile` with XLA's fusion emitters, which round the same in different programs: for tests of equal bits."""
+    _emitters.append(True)
+    yield
+    _emitters.pop()
 
 
 @pytest.fixture(scope="module")

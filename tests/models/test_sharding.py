@@ -21,7 +21,7 @@ def mesh_with(axis):
 
 
 @pytest.fixture(scope="module")
-def params():
+def params(quick_compile_module):
     return jax.jit(init_and_apply(CONFIG)[0])(jax.random.key(0))
 
 

@@ -92,7 +92,7 @@ def test_every_linear_layer_of_the_blocks_is_scaled_and_nothing_else():
         assert set(shapes["blocks"]["sigma"]) == scaled and len(scaled) == (7 if config is CONFIG else 11)
 
 
-def test_the_start_is_the_plain_model():
+def test_the_start_is_the_plain_model(fusion_emitters):
     out, want = apply(parameters(), TOKENS), plain()(weights(), TOKENS)
     np.testing.assert_allclose(out.logits, want.logits, atol=2e-6)
     got = jax.jit(init_and_apply(CONFIG)[0])(jax.random.key(3))

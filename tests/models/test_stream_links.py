@@ -1,6 +1,7 @@
 """Residual streams inside the model; their equations are in test_hyper_connections.py."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from repro.optim import check_layouts, describe, from_declarations
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 PLAIN = ModelConfig(vocab_size=11, layers=2, width=16, heads=2, ffn=24)
+ONE_LAYER = dataclasses.replace(PLAIN, layers=1)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 6)))
 KINDS = {
     "hyper": dict(kind="hyper"),
@@ -44,14 +46,15 @@ def run(config, change=lambda p: p, **options):
     return jax.jit(lambda key: apply(change(init(key)), TOKENS, **options))(jax.random.key(0))
 
 
-@pytest.fixture(scope="module")
-def plain(quick_compile_module):
-    return run(PLAIN, hidden=True)
+def drawn(config):
+    """Parameters of random numbers."""
+    rng, shapes = np.random.default_rng(1), jax.eval_shape(init_and_apply(config)[0], jax.random.key(0))
+    return jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape) * max(x.shape[-1], 4) ** -0.5), shapes)
 
 
 @pytest.mark.parametrize("streams", [1, 4])
-def test_hyper_connections_start_as_the_plain_residual(plain, streams):
-    found = run(having(kind="hyper", streams=streams), hidden=True)
+def test_hyper_connections_start_as_the_plain_residual(fusion_emitters, streams):
+    plain, found = run(PLAIN, hidden=True), run(having(kind="hyper", streams=streams), hidden=True)
     # The carry is shown as the sum of the streams, and a multiplication by a power of two is exact.
     np.testing.assert_array_equal(found.hidden[1:-1] / streams, plain.hidden[1:-1])
     if streams == 1:
@@ -62,7 +65,8 @@ def test_hyper_connections_start_as_the_plain_residual(plain, streams):
 
 
 @pytest.mark.parametrize("kind", ["manifold", "manifold_lite"])
-def test_a_single_stream_without_a_dynamic_part_is_the_plain_residual(plain, kind):
+def test_a_single_stream_without_a_dynamic_part_is_the_plain_residual(kind):
+    plain = run(PLAIN)
     tiny = dataclasses.replace(PLAIN, norm_eps=1e-12)  # the reading weight is a factor in front of a norm
     found = run(having(tiny, kind=kind, streams=1, alpha=0.0))
     np.testing.assert_allclose(found.logits, plain.logits, rtol=0, atol=1e-4)
@@ -70,7 +74,9 @@ def test_a_single_stream_without_a_dynamic_part_is_the_plain_residual(plain, kin
 
 def test_streams_persist_through_the_stack(monkeypatch):
     config = having(kind="manifold", start="one_hot", alpha=1.0)
-    right = run(config)
+    params = jax.jit(init_and_apply(config)[0])(jax.random.key(0))
+    run = lambda: jax.jit(init_and_apply(config)[1])(params, TOKENS)
+    right = run()
     assert float(right.stats.residual.spread.min()) > 0.05
     call = StreamLink.__call__
 
@@ -80,7 +86,7 @@ def test_streams_persist_through_the_stack(monkeypatch):
         return Streams(jnp.where(position % 2 == 1, mean, x), product, read), record
 
     monkeypatch.setattr(StreamLink, "__call__", collapsing)
-    wrong = run(config)  # every block expands one stream and collapses it again
+    wrong = run()  # every block expands one stream and collapses it again
     assert float(wrong.stats.residual.spread.max()) < 1e-6
     assert float(jnp.abs(wrong.logits - right.logits).max()) > 1e-2
 
@@ -149,15 +155,21 @@ def test_the_starts_of_mhc():
     assert np.diag(lite).min() > 0.95 and lite.sum(0) == pytest.approx(1.0)
 
 
-@pytest.fixture(scope="module")
-def gradients(quick_compile_module):
-    """By scheme the gradients of a loss at step 0."""
-    found = {}
-    for name in ("hyper", "symmetric", "released"):
-        init, apply = init_and_apply(having(**KINDS[name]))
-        loss = lambda p, apply=apply: jnp.sum(jnp.sin(apply(p, TOKENS).logits))
-        found[name] = jax.jit(lambda key, loss=loss, init=init: jax.grad(loss)(init(key)))(jax.random.key(0))
-    return found
+@functools.cache
+def gradients(name):
+    """Parameters of one layer to the gradients of a language model's loss, and the spread of the streams."""
+    _, apply = init_and_apply(having(ONE_LAYER, **KINDS[name]))
+
+    def loss(p):
+        out = apply(p, TOKENS)
+        log_p = jax.nn.log_softmax(out.logits[:, :-1])
+        return -jnp.take_along_axis(log_p, TOKENS[:, 1:, None], -1).mean(), out.stats.residual.spread.max()
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+def start(name):
+    return jax.jit(init_and_apply(having(ONE_LAYER, **KINDS[name]))[0])(jax.random.key(0))
 
 
 ZERO = {
@@ -168,38 +180,33 @@ ZERO = {
 """Parameters without a gradient at step 0; in the README with more that have one of the size of rounding errors."""
 
 
-@pytest.mark.parametrize("name", ["hyper", "symmetric", "released"])
-def test_every_parameter_has_a_gradient_at_step_0_or_a_reason(gradients, name):
+def without_gradient(gradients):
     zero = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients[name])[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
         assert np.isfinite(leaf).all(), path
         if not np.any(leaf):
             zero.append(jax.tree_util.keystr(path[1:], simple=True, separator="/"))
-    assert zero == ZERO.get(name, [])
+    return zero
+
+
+@pytest.mark.parametrize("name", ["hyper", "released"])
+def test_every_parameter_has_a_gradient_at_step_0_or_a_reason(name):
+    assert without_gradient(gradients(name)(start(name))[0]) == ZERO.get(name, [])
 
 
 def test_a_symmetric_start_never_leaves():
-    def spreads(start, steps=12):
-        config = having(kind="manifold", start=start)
-        init, apply = init_and_apply(config)
-
-        def loss(p):
-            out = apply(p, TOKENS)
-            log_p = jax.nn.log_softmax(out.logits[:, :-1])
-            return -jnp.take_along_axis(log_p, TOKENS[:, 1:, None], -1).mean(), out.stats.residual.spread.max()
-
-        @jax.jit
-        def train(key):
-            def step(p, _):
-                g, spread = jax.grad(loss, has_aux=True)(p)
-                return jax.tree.map(lambda a, b: a - 0.1 * jnp.sign(b) * (jnp.abs(b) > 1e-6), p, g), spread
-
-            return jax.lax.scan(step, init(key), length=steps)[1]
-
-        return np.asarray(train(jax.random.key(0)))
-
-    assert spreads("symmetric").max() < 1e-5
-    assert spreads("one_hot")[-1] > 0.05
+    """One program for both starts, which differ in their parameters alone."""
+    spreads = {}
+    for name in ("symmetric", "manifold"):
+        p, spreads[name] = start(name), []
+        for step in range(12):
+            g, spread = gradients("manifold")(p)
+            if step == 0:
+                assert without_gradient(g) == ZERO.get(name, [])
+            p = jax.tree.map(lambda a, b: np.float32(a - 0.1 * np.sign(b) * (np.abs(b) > 1e-6)), p, g)
+            spreads[name].append(float(spread))
+    assert max(spreads["symmetric"]) < 1e-5
+    assert spreads["manifold"][-1] > 0.05
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -224,8 +231,7 @@ def test_the_position_goes_on_across_segments():
     """Five layers in one scan are two segments of two and three."""
     config = dataclasses.replace(having(kind="manifold", alpha=1.0), layers=5)
     split = dataclasses.replace(config, pattern="2*dense, 3*dense")
-    init, apply = init_and_apply(config)
-    params = jax.jit(init)(jax.random.key(0))
+    params, apply = drawn(config), init_and_apply(config)[1]
     cut = lambda part: jax.tree.map(lambda x: x[part], params["blocks"])
     apart = {n: p for n, p in params.items() if n != "blocks"} | {
         "blocks_0": cut(slice(2)),
@@ -235,6 +241,14 @@ def test_the_position_goes_on_across_segments():
     np.testing.assert_allclose(one.logits, two.logits, rtol=0, atol=1e-4)
     for a, b in zip(jax.tree.leaves(one.stats.residual), jax.tree.leaves(two.stats.residual), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def starts(config):
+        init = init_and_apply(config)[0]
+        links = lambda key: [p["ffn_link"]["bias"] for n, p in init(key).items() if n.startswith("blocks")]
+        return np.concatenate(jax.jit(links)(jax.random.key(0)))  # compiled, so that no random number is drawn
+
+    np.testing.assert_array_equal(starts(split), starts(config))
+    assert np.ptp(starts(config)[:, :4], 0).max() == 8  # the stream that a sublayer reads depends on the position
 
 
 @pytest.mark.parametrize(
