@@ -194,13 +194,14 @@ def execute(
     signals: Signals | None = None,
     accept_differences: bool = False,
     keep_checkpoints: bool = False,
+    checkpoint_seconds: float | None = None,
 ) -> tuple[Verdict, ...]:
     """Runs, or continues, everything that `folder` does not hold yet, and seals it with the verdicts.
 
     An experiment without a plan only computes: its table of curves has no rows, and its preset may be any frozen
     dataclass. One with a plan takes a `repro.train.preset.Sweep`. What a folder was begun with decides; other versions
     or another platform are refused unless `accept_differences`, which run.json then records. `keep_checkpoints` keeps
-    those of every job, with its last state; a folder that was begun so goes on so.
+    those of every job, with its last state; a folder that was begun so goes on so. `checkpoint_seconds` is for `train`.
     Raises `ReproError` for what a user can mend, among it a full disk, and `Stopped` after a signal; what was finished
     stays and can be resumed.
     """
@@ -214,6 +215,8 @@ def execute(
 
     def trained(job: Job, key: str) -> tuple[Runs, pl.DataFrame]:
         options = {"stop": signals, "accept_differences": accept_differences, "save_last": keep_checkpoints}
+        if checkpoint_seconds is not None:
+            options["checkpoint_seconds"] = checkpoint_seconds
         return _train_job(job, corpus, mesh, folder, key, watcher, **options)
 
     def run_cells(cells: list[Cell]) -> Runs:
@@ -261,6 +264,8 @@ def execute(
         table = pl.concat(curves, how="diagonal") if curves else no_curves()
         folder.write_results(runs, table)
         record = folder.read("run.json")
+        if (events := folder.events()) is not None:
+            record["events"] = events
         record["seconds"] = round(record.get("seconds", 0.0) + time.monotonic() - started, 1)
         write_json(folder.path / "run.json", record)
         figures = draw(experiment, table.drop("head_logits", strict=False), runs, verdicts, folder.path / "figures")
@@ -331,4 +336,19 @@ def _train_job(
         Run(cell.arm, seed, metrics, point=cell.point, size=cell.size, rate=cell.rate, phase=cell.phase)
         for (cell, _, seed), metrics in zip(job.lanes, scalars, strict=True)
     )
+    if job.config.guards:
+        folder.write_events(key, [_placed(job, event) for event in result.events])
     return runs, curves_table(job, result.curves)
+
+
+def _placed(job: Job, event: dict[str, Any]) -> dict[str, Any]:
+    """An event with the run that it belongs to in place of the lane."""
+    cell, _, seed = job.lanes[event["lane"]]
+    return {
+        "arm": cell.arm,
+        "size": cell.size,
+        "point": cell.point,
+        "phase": cell.phase,
+        "rate": cell.rate,
+        "seed": seed,
+    } | {name: value for name, value in event.items() if name != "lane"}

@@ -218,6 +218,36 @@ def test_a_killed_process(toy_run, toy, command, refused, tmp_path):
     same_results(toy_run, folder)
 
 
+def test_what_guards_did_stands_in_the_record_also_after_an_interruption(toy, command, tmp_path, monkeypatch):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    rules = "--train.guards", "when loss > 6.5 then quarantine 5", "when grad_norm > 1.5 then lower_rate 0.5 for 3"
+    assert command("run", "race", "--preset", "smoke", "--seeds", "3", "--out", whole, *rules)[0] == 0
+    found = json.loads((whole / "run.json").read_text())["events"]
+    assert {event["action"] for event in found} == {"quarantine", "lower_rate"}
+    assert all({"arm", "seed", "step", "rule", "value"} <= event.keys() for event in found)
+    assert "when loss &gt; 6.5 then quarantine 5" in (whole / "report.md").read_text()
+    write = record.RunFolder.write_job
+    monkeypatch.setattr(record.RunFolder, "write_job", _failing_at(2, write))
+    with pytest.raises(RuntimeError):
+        command("run", "race", "--preset", "smoke", "--seeds", "3", "--out", broken, *rules)
+    monkeypatch.setattr(record.RunFolder, "write_job", write)
+    assert command("resume", broken)[0] == 0
+    assert json.loads((broken / "run.json").read_text())["events"] == found
+    same_results(whole, broken)
+
+
+def _failing_at(number, call):
+    calls = []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == number:
+            raise RuntimeError
+        return call(*args)
+
+    return failing
+
+
 def test_resume_of_a_finished_run_prints_its_verdict(toy_run, toy, command):
     before = {name: (toy_run / name).read_bytes() for name in files(toy_run)}
     code, out, err = command("resume", toy_run)

@@ -52,6 +52,7 @@ def write_report(
         "## Claim by claim\n",
         *(_claim(claim, verdict) for claim, verdict in zip(claims, verdicts, strict=True)),
         *_arms(experiment, runs),
+        *_events(record),
         *_what_was_run(experiment, preset, record),
         *_ledgers(record),
         *_reproduce(experiment, preset, record),
@@ -96,6 +97,32 @@ def _what_was_run(experiment: Experiment, preset: Any, record: Mapping) -> Itera
         yield markdown.table(("corpus and machine", "value"), rows)
     arms = [(arm.name, arm.label, ", ".join(f"{k} = {v}" for k, v in arm.settings.items())) for arm in experiment.arms]
     yield markdown.table(("arm", "label", "settings"), arms)
+
+
+_MOST_EVENTS = 40
+
+
+def _events(record: Mapping) -> Iterator[str]:
+    """What guards did, where there were any."""
+    if "events" not in record:
+        return
+    yield "## What guards did\n"
+    events = record["events"]
+    if not events:
+        yield "No rule tripped.\n"
+        return
+    rows = [
+        (
+            event.get("arm", ""), event.get("seed", ""), event.get("step", ""), event.get("rule", ""),
+            f"{event['value']:.4g}" if isinstance(event.get("value"), int | float) else event.get("value", ""),
+            f"back to step {event['back_to']}" if event.get("back_to") is not None
+            else f"{event['times']} steps in a row" if event.get("times", 1) > 1 else "",
+        )
+        for event in events[:_MOST_EVENTS]
+    ]  # fmt: skip
+    yield markdown.table(("arm", "seed", "step", "rule", "value", "so"), rows)
+    if len(events) > _MOST_EVENTS:
+        yield f"And {len(events) - _MOST_EVENTS} more; run.json holds all.\n"
 
 
 def _verdict_table(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> str:

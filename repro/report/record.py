@@ -157,6 +157,15 @@ class RunFolder:
         write_table(self.jobs / f"{key}.metrics.parquet", curves)
         write_table(self.jobs / f"{key}.runs.parquet", runs_table(runs))
 
+    def write_events(self, key: str, events: list[dict[str, Any]]) -> None:
+        """Stores what guards did in a job, before the job itself."""
+        write_json(self.jobs / f"{key}.events.json", events)
+
+    def events(self) -> list[dict[str, Any]] | None:
+        """What guards did in all jobs, in the order of the jobs; None where there were no guards."""
+        stored = sorted(self.jobs.glob("*.events.json"))
+        return [event for path in stored for event in json.loads(path.read_text())] if stored else None
+
     def write_results(self, runs: Runs, curves: pl.DataFrame) -> None:
         write_table(self.path / "metrics.parquet", curves)
         write_table(self.path / "runs.parquet", runs_table(runs))

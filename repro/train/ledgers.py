@@ -10,6 +10,7 @@ from repro.quant import GemmPolicy
 from repro.quant.native import native_reason
 from repro.quant.precision import operand_words
 from repro.train.config import TrainConfig
+from repro.train.monitors import MonitorConfig
 
 TITLES = {
     "N1": "representation", "N2": "scaling", "N3": "compute", "N4": "accumulation", "N5": "storage and communication",
@@ -57,16 +58,19 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
             f"vocabulary {model.vocab_size}",
             "initialisation": "matrices N(0, 1/fan-in), residual writers / sqrt(2 layers), embedding N(0, 1), gains 1",
             "tying": "head untied; no biases",
-        },
+        } | ({"routing": f"experts by the parameters of {config.routing_lag} steps ago"} if config.routing_lag else {}),
         "N8": {
             "monitors": "loss, logit maxima per head, attention entropy, activation maximum and RMS, gradient and update "
-            "norms, every step",
+            "norms, every step" + _monitor_words(config.monitors),
             "bounds": "; ".join(
                 b for b in (_NORM_WORDS[model.qk_norm], f"soft-cap {model.soft_cap:g}" if model.soft_cap else "",
                             _SIGMA if model.sigma_reparam else "", clip if clip != "none" else "", f"z-loss {config.z_loss:g}" if config.z_loss else "") if b
             ) or "none",
         },
-        "N9": {"checkpoints": "whole state at chunk boundaries, newest kept", "skip, roll back": "not armed"},
+        "N9": {
+            "checkpoints": "whole state at chunk boundaries with SHA-256 of every file; the two newest and the best kept",
+            "skip, roll back": "; ".join(config.guards) or "not armed",
+        },
         "N10": evidence,
     }  # fmt: skip
     dots, experts, own = _quantised(model), _expert_rows(model), config.ledger_rows()
@@ -74,6 +78,12 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
         key: {"title": title, "rows": dots.get(key, {}) | rows[key] | experts.get(key, {}) | own.get(key, {})}
         for key, title in TITLES.items()
     }
+
+
+def _monitor_words(monitors: MonitorConfig) -> str:
+    names = lambda dear: ", ".join(monitor.name for monitor in monitors.chosen(dear=dear))
+    cheap, dear = names(False), names(True)
+    return (f"; {cheap}, every step" if cheap else "") + (f"; {dear}, every {monitors.interval} steps" if dear else "")
 
 
 def _expert_rows(model: ModelConfig) -> dict[str, dict[str, str]]:

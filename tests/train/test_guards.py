@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import repro.train
 from repro.errors import ReproError
 from repro.models import ModelConfig, MoEConfig
 from repro.train import Program, TrainConfig
@@ -251,5 +253,12 @@ def test_a_skipped_step_leaves_parameters_and_optimizer_bit_identical(kjv, quick
     assert after.step == before.step + 1
 
 
-def test_every_action_is_described():
-    assert all(action.does and action.lasts in ("", "optional", "always") for action in ACTIONS.values())
+def test_the_table_of_actions_is_that_of_the_readme():
+    page = (Path(repro.train.__file__).parent / "README.md").read_text()
+    cells = [line.split("|")[1].strip() for line in page.split("## Guards")[1].splitlines() if line.startswith("| `")]
+    rows = [cell.strip("`") for cell in cells]
+    assert [row.split()[0] for row in rows] == [*ACTIONS]
+    for row in rows:
+        action, words = ACTIONS[row.split()[0]], row.replace("[", "").replace("]", "").split()
+        assert (action.amount != "") == (len(words) > 1 and words[1] != "for")
+        assert action.lasts == ("optional" if "[for N]" in row else "always" if "for N" in row else "")
