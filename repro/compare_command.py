@@ -19,8 +19,6 @@ from repro.errors import ReproError
 from repro.report.numbers import NONE, effect_text, interval_text, verdict_name
 from repro.report.record import RunFolder, runs_from_table, stored_verdicts
 
-TESTED = "test"
-
 
 @dataclass(frozen=True)
 class Side:
@@ -38,12 +36,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Part:
-    """One table of differences: a title, headings, and rows of text. `same` counts what does not differ."""
+    """One table of differences: a title, headings, and rows of text. `same` counts what does not differ; `note` names
+    what only one run has."""
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     same: int
+    note: str = ""
 
 
 def read_side(path: Path) -> Side:
@@ -89,29 +89,55 @@ def _settings(title: str, a: Mapping, b: Mapping) -> Part:
     return Part(title, ("setting", "A", "B"), tuple(rows), len(names) - len(rows))
 
 
-def _place(run: Run) -> tuple[str, str]:
-    rate = "" if math.isnan(run.rate) else f" at {run.rate:g}"
-    return run.place, rate
+def _by_place(runs: Runs, ladders: set[str]) -> dict[str, list[Run]]:
+    """The test runs of each place; at a place with several rates, of each rate."""
+    found: dict[str, list[Run]] = {}
+    for run in runs.select():
+        name = f"{run.place} at {run.rate:g}" if run.place in ladders else run.place
+        found.setdefault(name, []).append(run)
+    return found
+
+
+def _ladders(runs: Runs) -> set[str]:
+    rates: dict[str, set[str]] = {}
+    for run in runs.select():
+        rates.setdefault(run.place, set()).add(repr(run.rate))
+    return {place for place, found in rates.items() if len(found) > 1}
 
 
 def _metrics(a: Runs, b: Runs) -> Part:
-    """Means over test seeds, place by place; a place that only one run has stands with a dash."""
-    found: dict[tuple[str, str, str], list[list[float]]] = {}
-    for side, runs in enumerate((a, b)):
-        for run in runs:
-            if run.phase == TESTED:
-                for metric, value in run.metrics.items():
-                    found.setdefault((*_place(run), metric), [[], []])[side].append(value)
+    """Means over test seeds at the places that both runs have, and the places that only one has."""
+    ladders = _ladders(a) | _ladders(b)
+    left, right = _by_place(a, ladders), _by_place(b, ladders)
     rows, same = [], 0
-    for (place, rate, metric), (left, right) in found.items():
-        if sorted(map(repr, left)) == sorted(map(repr, right)):
-            same += 1
-            continue
-        means = [math.fsum(v) / len(v) if v and all(map(math.isfinite, v)) else math.nan for v in (left, right)]
-        change = f"{means[1] - means[0]:+.4g}" if all(map(math.isfinite, means)) else NONE
-        rows.append((place + rate, metric, *(_mean(m, v) for m, v in zip(means, (left, right), strict=True)), change))
+    for place in (place for place in left if place in right):
+        names = dict.fromkeys(name for run in (*left[place], *right[place]) for name in run.metrics)
+        sides = [_values(side[place], list(names)) for side in (left, right)]
+        for metric in ("rate", *names):
+            one, other = (side.get(metric, []) for side in sides)
+            if sorted(map(repr, one)) == sorted(map(repr, other)):
+                same += 1
+                continue
+            means = [math.fsum(v) / len(v) if v and all(map(math.isfinite, v)) else math.nan for v in (one, other)]
+            change = f"{means[1] - means[0]:+.4g}" if all(map(math.isfinite, means)) else NONE
+            rows.append((place, metric, _mean(means[0], one), _mean(means[1], other), change))
+    only = [
+        f"{len(places)} only in {name}: {_some(places)}"
+        for name, places in (("A", [p for p in left if p not in right]), ("B", [p for p in right if p not in left]))
+        if places
+    ]
     headings = ("place", "metric", "A, mean over test seeds", "B", "B - A")
-    return Part("metrics", headings, tuple(rows), same)
+    return Part("metrics", headings, tuple(rows), same, "Places " + "; ".join(only) + "." if only else "")
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join(names[:most] + more)
+
+
+def _values(runs: list[Run], metrics: list[str]) -> dict[str, list[float]]:
+    found = {name: [run.metrics[name] for run in runs if name in run.metrics] for name in metrics}
+    return found | {"rate": sorted({run.rate for run in runs if not math.isnan(run.rate)})}
 
 
 def _mean(mean: float, values: list[float]) -> str:
@@ -150,21 +176,25 @@ def compare(args: argparse.Namespace, console: Console) -> int:
     found = differences(a, b)
     console.print(f"A: {a.name}, {a.path}\nB: {b.name}, {b.path}")
     for part in found:
-        rest = f"{part.same} the same" if part.same else "nothing in common"
+        console.print(f"\n{part.title}: {_count(part)}" + (f"\n{part.note}" if part.note else ""))
         if not part.rows:
-            console.print(f"\n{part.title}: no difference ({part.same} compared)")
             continue
-        table = Table(title=f"{part.title}: {len(part.rows)} differ, {rest}", title_justify="left")
+        table = Table()
         for heading in part.headings:
             table.add_column(heading, overflow="fold")
         for row in part.rows:
             table.add_row(*row)
-        console.print()
         console.print(table)
     if args.out:
         path = write_page(args.out, a, b, found)
         console.print(f"\n{path}")
     return 0
+
+
+def _count(part: Part) -> str:
+    if not part.rows:
+        return f"no difference, {part.same} compared" if part.same else "nothing to compare"
+    return f"{len(part.rows)} differ, {part.same} are the same"
 
 
 def write_page(out: Path, a: Side, b: Side, found: list[Part]) -> Path:
@@ -188,8 +218,9 @@ def _page(a: Side, b: Side, found: list[Part]) -> str:
     sections = []
     for number, part in enumerate(found):
         head = f'<section aria-labelledby="part-{number}"><h2 id="part-{number}">{text(part.title.capitalize())}</h2>'
+        head += f'<p class="muted">{_count(part).capitalize()}. {text(part.note)}</p>'
         if not part.rows:
-            sections.append(f"{head}<p>No difference; {part.same} compared.</p></section>")
+            sections.append(f"{head}</section>")
             continue
         headings = "".join(f'<th scope="col">{text(heading)}</th>' for heading in part.headings)
         rows = "\n".join(
@@ -197,8 +228,7 @@ def _page(a: Side, b: Side, found: list[Part]) -> str:
             for row in part.rows
         )
         sections.append(
-            f'{head}<p class="muted">{len(part.rows)} differ, {part.same} are the same.</p>'
-            f'<div class="scroll" role="region" tabindex="0" aria-labelledby="part-{number}"><table>'
+            f'{head}<div class="scroll" role="region" tabindex="0" aria-labelledby="part-{number}"><table>'
             f"<thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></section>"
         )
     names = f"<p class='lead'>A is {text(a.name)} of {text(a.record.get('started', ''))}, B is {text(b.name)} of " + (

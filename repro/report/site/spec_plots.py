@@ -132,7 +132,8 @@ def _means_and_dots(
 
 
 def _mark_unseen(layout: dict, experiment: Experiment, means: dict[str, dict[float, float]], log_x: bool, log_y: bool):
-    """Crosses at the upper edge for means that are not finite, triangles at the lower for what a log axis cannot show."""
+    """A cross at the upper edge for a mean that is not finite, a triangle at the lower for one that a log axis cannot
+    show."""
     notes = layout.setdefault("annotations", [])
     unseen: dict[tuple[float, str], int] = defaultdict(int)
     for name, found in means.items():

@@ -57,8 +57,8 @@ def what_would_change(claim: Claim | None, verdict: Verdict) -> list[str]:
         other = CONTRADICTED if verdict.label == SUPPORTED else SUPPORTED
         one = "One run outside" if verdict.label == SUPPORTED else "Every run inside"
         lines = [
-            f"{one} what the rule allows would make it {other}. It is compared exactly: more runs of the same code change "
-            "nothing."
+            f"{one} what the rule allows would make it {other}. It is compared exactly: more runs of the same code "
+            "change nothing."
         ]
         return lines + ([_control(verdict)] if verdict.label == SUPPORTED else [])
     rule = deciding(claim.criterion, verdict.quantity)

@@ -38,6 +38,8 @@
     const height = (layout.height || 330) + legend + 40;
     return { data, layout: {
       ...layout, height, width, paper_bgcolor: look.paper, plot_bgcolor: look.paper, hovermode: "closest",
+      // A finger that scrolls the page must not zoom a figure; with a mouse a drag zooms and a double click goes back.
+      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
       margin: { l: 56, r: 14, t: 14, b: 46 }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
@@ -51,8 +53,7 @@
     if (!figures[id] || !window.Plotly) return;
     const { data, layout } = styled(id, canvas.clientWidth);
     canvas.querySelector("noscript")?.remove();
-    Plotly.react(canvas, data, layout, { displaylogo: false, responsive: false, displayModeBar: "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], toImageButtonOptions: { format: "png", scale: 2, filename: id.replace("/", "-") } });
+    Plotly.react(canvas, data, layout, { responsive: false, displayModeBar: false });
     canvas.style.minHeight = "";
     drawn.add(canvas);
   };

@@ -1,0 +1,201 @@
+"""The evidence pages in a real browser: Debian's chromium, driven by Playwright."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from repro.report.site import build_site
+from tests.report.site_cases import HOSTILE, RESULTS, STORED, conflicting, hostile, many_runs, stored_verdicts
+
+# `.ci/run` installs a browser and sets this: then a missing one is a failure and no reason to skip.
+REQUIRED = os.environ.get("REPRO_BROWSER_TESTS") == "required"
+RUNS = 200
+
+
+def _browser_or_reason() -> str:
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed; install repro[test]"
+    return "" if shutil.which("chromium") else "no chromium on this machine; install Debian's package chromium"
+
+
+REASON = _browser_or_reason()
+pytestmark = pytest.mark.skipif(bool(REASON) and not REQUIRED, reason=REASON)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    assert not REASON, REASON
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # A container has no sandbox for a root user; the pages are our own files.
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    made = tmp_path_factory.mktemp("runs")
+    folders = [RESULTS / name for name in STORED] + conflicting(made) + [hostile(made)]
+    folders += many_runs(made, RUNS - len(folders))
+    out = tmp_path_factory.mktemp("site") / "site"
+    build_site(folders, out)
+    return out
+
+
+@pytest.fixture
+def visit(browser, site):
+    """`visit(page, width) -> page` of a fresh browser; every message, error and request of it is checked at the end."""
+    opened, said, asked = [], [], []
+
+    def call(name, width=1440, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        opened.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / name).as_uri())
+        page.asked = asked
+        return page
+
+    yield call
+    for context in opened:
+        context.close()
+    assert not said
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in asked), asked
+
+
+def _shown(page):
+    return page.locator("#every-verdict tbody tr:visible")
+
+
+def test_filtering(visit):
+    page = visit("index.html")
+    everything = page.locator("#every-verdict tbody tr").count()
+    assert _shown(page).count() == 60 and page.locator("#shown").inner_text().startswith(
+        f"{everything} of {everything}"
+    )
+    page.locator("#more").click()
+    assert _shown(page).count() == everything
+
+    page.get_by_role("searchbox").fill("k2-1 adamw")
+    rows = _shown(page)
+    assert 0 < rows.count() < 20 and all("K2-1" in text for text in rows.all_inner_texts())
+    page.locator("#label").select_option("contradicted")
+    assert all("contradicted" in text for text in _shown(page).all_inner_texts())
+    page.get_by_role("button", name="Clear").click()
+    page.wait_for_function(f"document.querySelector('#shown').textContent.startsWith('{everything} of')")
+
+    tile = page.get_by_role("button", name="inconclusive")
+    tile.focus()
+    page.keyboard.press("Enter")
+    assert tile.get_attribute("aria-pressed") == "true"
+    assert set(_shown(page).evaluate_all("rows => rows.map(row => row.dataset.label)")) == {"inconclusive"}
+    page.locator("#label").select_option("")
+    page.get_by_role("searchbox").fill("no such claim")
+    assert _shown(page).count() == 0 and page.locator("#shown").inner_text().startswith("0 of")
+
+
+def test_sorting_with_the_keyboard(visit):
+    page = visit("index.html")
+    head = page.get_by_role("columnheader", name="effect")
+    values = "rows => rows.map(row => row.cells[4].dataset.sort)"
+    assert page.get_by_role("columnheader", name="claim").get_attribute("aria-sort") == "ascending"
+    head.get_by_role("button").focus()
+    for key, order in (("Enter", "ascending"), ("Space", "descending")):
+        page.keyboard.press(key)
+        assert head.get_attribute("aria-sort") == order
+        assert page.get_by_role("columnheader", name="claim").get_attribute("aria-sort") is None
+        found = page.locator("#every-verdict tbody tr").evaluate_all(values)
+        numbers = [float(value) for value in found if value]
+        assert numbers == sorted(numbers, reverse=order == "descending") and len(numbers) > 200
+        assert not any(found[len(numbers) :])  # rows without a number stay last
+    page.get_by_role("columnheader", name="system").get_by_role("button").click()
+    systems = page.locator("#every-verdict tbody tr").evaluate_all("rows => rows.map(row => row.dataset.system)")
+    assert systems == sorted(systems)
+
+
+def test_a_claim_page_shows_the_numbers_of_its_verdicts(visit):
+    for id in ("K2-1", "V3-3"):
+        page = visit(f"claims/{id}.html")
+        judged = [(name, v) for name in STORED for v in stored_verdicts(name) if v["claim_id"] == id]
+        assert judged
+        for name, verdict in judged:
+            table = page.locator(f'table[data-run="{name}"][data-variant="{verdict["variant"]}"]')
+            low, high = verdict["interval"] or (None, None)
+            wanted = {field: verdict[field] for field in ("effect", "n", "p", "p_holm", "mde")}
+            wanted |= {"interval_low": low, "interval_high": high}
+            wanted |= {f"seed {seed}": value for seed, value in verdict["per_seed"].items()}
+            read = table.locator("td[data-field]").evaluate_all(
+                "cells => cells.map(c => [c.dataset.field, c.textContent])"
+            )
+            assert dict(read) == {field: "null" if value is None else str(value) for field, value in wanted.items()}, (
+                id,
+                verdict["variant"],
+            )
+            assert page.get_by_text(verdict["reason"]).count() >= 1
+
+
+def test_figures_are_drawn_saved_and_told(visit, tmp_path):
+    page = visit("claims/K2-1.html", color_scheme="dark")
+    canvases = page.locator("[data-figure]")
+    assert canvases.count() > 8
+    for number in range(canvases.count()):
+        canvases.nth(number).scroll_into_view_if_needed()
+        canvases.nth(number).locator("svg.main-svg").first.wait_for()
+        assert len(canvases.nth(number).get_attribute("aria-label")) > 40
+    figure = page.locator("figure.plot", has_text="max logit by step, at the point best").first
+    for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<svg")):
+        with page.expect_download() as download:
+            figure.get_by_role("button", name=kind).click()
+        download.value.save_as(tmp_path / kind)
+        assert (tmp_path / kind).read_bytes().startswith(begins)
+    figure.get_by_text("The numbers as a table").click()
+    rows = figure.locator("tbody tr")
+    csv = Path(page.url.removeprefix("file://")).parent / figure.get_by_role("link", name="CSV").get_attribute("href")
+    assert rows.count() == len(csv.read_text().splitlines()) - 1 > 50
+    # A black line is white on a dark page, and dark again on light paper.
+    curve = "figure => [...figure.querySelectorAll('path.js-line')].map(p => getComputedStyle(p).stroke)"
+    dark = figure.evaluate(curve)
+    page.emulate_media(color_scheme="light")
+    page.wait_for_timeout(200)
+    assert figure.evaluate(curve) != dark
+
+
+def test_hostile_names_are_text(visit):
+    for name in ("index.html", "claims/S-9.html", "runs/b-onclick-x.html"):
+        page = visit(name)
+        assert page.evaluate("window.pwned") is None and page.locator("main img").count() == 0
+        assert HOSTILE.replace("&amp;", "&amp;") in page.locator("main").evaluate("main => main.textContent")
+
+
+def test_pages_fit_a_phone_and_weigh_little(visit, site):
+    for name in ("index.html", "claims/K2-1.html", "runs/logit-explosion-cpu.html", "runs/b-onclick-x.html"):
+        page = visit(name, width=360)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, name
+        files = {Path(url.removeprefix("file://")) for url in page.asked if url.startswith("file:")}
+        assert sum(file.stat().st_size for file in files) < 6e6, name
+        page.asked.clear()
+    overview = json.loads(
+        visit("index.html").evaluate("JSON.stringify([document.querySelectorAll('#runs ~ * tbody tr').length])")
+    )
+    assert overview == [RUNS] and len(list((site / "claims").glob("*.html"))) == 70
+
+
+def test_a_link_into_a_folded_verdict_opens_it(visit):
+    page = visit("index.html")
+    page.get_by_role("searchbox").fill("K2-1 equal rate")
+    _shown(page).first.get_by_role("link").first.click()
+    part = page.locator("article.verdict:target")
+    assert part.locator("> details").get_attribute("open") is not None
+    assert part.get_by_text("What would change the verdict").is_visible()
