@@ -161,6 +161,7 @@ class Checkpoints:
             segments = [*self._curves, self._write_curves(step, curves)] if curves else [*self._curves]
             leaves = jax.tree.leaves(state)
             shapes = [[str(leaf.dtype), list(np.shape(leaf))] for leaf in leaves]
+            _reserve(partial / "room", sum(leaf.nbytes for leaf in leaves))
             with _raises_os_errors(self.folder):
                 _orbax().save(partial / "state", args=_arguments().StandardSave(_named(leaves)))
             files = {str(p.relative_to(partial)): _entry(p) for p in sorted(partial.rglob("*")) if p.is_file()}
@@ -207,7 +208,7 @@ class Checkpoints:
         for step in self.steps():
             with contextlib.suppress(Damaged):
                 named |= {entry["file"] for entry in self._manifest(step)["curves"]}
-        for path in [*(self.folder / "curves").glob("*")]:
+        for path in [*(self.folder / "curves").glob("*.npz")]:
             if path.name not in named:
                 path.unlink(missing_ok=True)
 
@@ -261,6 +262,8 @@ class Checkpoints:
         for path in [*self.folder.iterdir()]:
             if path.name.startswith(".") or path.name.isdigit() and int(path.name) > last:
                 shutil.rmtree(path, ignore_errors=True)
+        for path in [*(self.folder / "curves").glob("*.partial")]:
+            path.unlink(missing_ok=True)
         self._sweep()
 
     def _manifest(self, step: int) -> dict[str, Any]:
@@ -365,6 +368,15 @@ def _named(leaves: Sequence[Any]) -> dict[str, Any]:
 
 def _arrays(leaves: Sequence[Any]) -> str:
     return f"{len(leaves)} arrays of {sum(math.prod(shape) for _, shape in leaves)} values"
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Raises OSError if there is no room for so many bytes. TensorStore would say so too, but its threads then speak to
+    an event loop that Orbax has closed, which fills the screen."""
+    if hasattr(os, "posix_fallocate"):  # not everywhere
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(size, 2**16))
+        path.unlink()
 
 
 def _arguments() -> Any:
