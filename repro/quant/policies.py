@@ -125,6 +125,10 @@ POLICIES: Mapping[str, GemmPolicy] = MappingProxyType(
         # One scale per tensor, from the tensor itself; hybrid as in arXiv 2209.05433: E5M2 for gradients.
         "fp8_tensor": _fp8_tensor,
         "fp8_hybrid_tensor": replace(_fp8_tensor, dgrad_dy=_e5m2_tensor, wgrad_dy=_e5m2_tensor),
+        # Sums of an H800's FP8 units, about 14 bits, to the end or promoted every 128 products (arXiv 2412.19437,
+        # section 3.3.2); slow, since every product is aligned by itself.
+        "fp8_tensor_14bit": replace(_fp8_tensor, accumulator=Accumulator(14, 32, None)),
+        "fp8_tensor_14bit_promoted": replace(_fp8_tensor, accumulator=Accumulator(14, 32, 128)),
         # OCP MX, one recipe for all six operands.
         "mxfp8": _same("mxfp8"),
         "mxfp4": _same("mxfp4"),

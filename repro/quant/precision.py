@@ -68,6 +68,8 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         # DeepSeek-V3 (arXiv 2412.19437, section 3.3.1): linear layers in FP8; embedding, head, router, norms and
         # attention not.
         "v3": _blocks("v3_fp8"),
+        "fp8_14bit": _blocks("fp8_tensor_14bit"),
+        "fp8_14bit_promoted": _blocks("fp8_tensor_14bit_promoted"),
         "mxfp8": _blocks("mxfp8"),
         "mxfp4_w": _blocks("mxfp4_w"),
         # "Pretraining LLMs with NVFP4" (arXiv 2509.25149), without its high-precision layers at the ends of the stack.
