@@ -355,7 +355,14 @@ def doctor(args: argparse.Namespace) -> int:
     return 0 if total == 64.0**3 else 2
 
 
+def drill(args: argparse.Namespace) -> int:
+    _start_devices()
+    from repro import drill_command
+
+    return drill_command.drill(args, _console())
+
+
 COMMANDS = {
-    "list": list_claims, "show": show, "resume": resume, "replay": replay, "verdict": verdict, "report": report,
-    "compare": compare, "ledger": ledger, "scale-down": scale_down, "doctor": doctor,
+    "list": list_claims, "show": show, "resume": resume, "replay": replay, "drill": drill, "verdict": verdict,
+    "report": report, "compare": compare, "ledger": ledger, "scale-down": scale_down, "doctor": doctor,
 }  # fmt: skip
