@@ -273,7 +273,7 @@ class _Site:
                 {
                     "id": id,
                     "title": plot.title,
-                    "caption": _caption(plot),
+                    "caption": plot.caption,
                     "summary": plot.summary,
                     "height": height,
                     "file": id.replace("/", "-"),
@@ -290,12 +290,6 @@ class _Site:
         path = self.out / name
         _write_file(path, html)
         return path
-
-
-def _caption(plot: Plot) -> str:
-    """The caption without the title that stands above it."""
-    words = plot.caption.removeprefix(f"{plot.title}: ")
-    return words[:1].upper() + words[1:]
 
 
 def _write_file(path: Path, text: str) -> None:

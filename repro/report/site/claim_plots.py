@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,6 +18,10 @@ from repro.report.site.spec_plots import plots, size_plot
 from repro.report.specs import Curve, Dose, Ladder, Width
 
 NO_EFFECT = {"ratio": 1.0, "difference": 0.0}
+BANDS = (
+    "Lines are medians over test seeds, bands reach from the smallest to the largest seed. A line ends in a cross "
+    "where most of its seeds have diverged."
+)
 DECADE = 30.0  # a metric whose largest value is so many times its smallest is drawn on a logarithmic axis
 
 
@@ -74,7 +79,8 @@ def by_step(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]:
             like.ylabel if like else metric, arms=named, log=like.log if like else bool(wide),
             smooth=like.smooth if like else 1, start=like.start if like else 0,
         )  # fmt: skip
-        yield from plots(spec, result.experiment, rows, result.runs)
+        for plot in plots(spec, result.experiment, rows, result.runs):
+            yield dataclasses.replace(plot, caption=BANDS)
 
 
 def of_experiment(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]:
@@ -153,9 +159,7 @@ def _effects(name: str, scale: str, measured: str, rows: Sequence[Row], ids: boo
     if base is not None:
         shape, _ = level(base, "", log=log, vertical=True, dash="dash")
         shapes.append(shape)
-    xlabel = {"ratio": "ratio (dashed: no effect)", "difference": f"difference in {measured} (dashed: no effect)"}.get(
-        scale, measured
-    )
+    xlabel = {"ratio": "ratio", "difference": f"difference in {measured}"}.get(scale, measured)
     layout = {
         "xaxis": axis(xlabel, log=log),
         "yaxis": {"range": [len(rows) - 0.45, -0.75], "visible": False, "fixedrange": True},
@@ -167,14 +171,14 @@ def _effects(name: str, scale: str, measured: str, rows: Sequence[Row], ids: boo
     }
     caption = (
         "Diamonds are effects over test seeds with their 95 % intervals, dots are single seeds, short lines are the "
-        "bounds that the rules state."
+        "bounds that the rules state." + (" The dashed line is no effect." if base is not None else "")
     )
     heading = title.get(scale, f"Every seed: {measured}")
     headings = ("claim", "seed", "effect", "interval from", "to", "verdict")
     return Plot(name, heading, caption, f"{heading}. " + "; ".join(told) + ".", data, layout, headings, table)
 
 
-def _cut(words: str, most: int = 60) -> str:
+def _cut(words: str, most: int = 46) -> str:
     return words if len(words) <= most else words[: most - 1].rstrip() + "…"
 
 

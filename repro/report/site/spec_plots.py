@@ -49,6 +49,11 @@ def plots(spec: Spec, experiment: Experiment, curves: pl.DataFrame, runs: Runs) 
             yield from _heatmaps(spec)
 
 
+def _caption(spec: Spec) -> str:
+    """The caption without the title, which stands above a figure on a page."""
+    return spec.caption.removeprefix(f"{spec.title}: ")
+
+
 def _named(spec: Spec, size: str, sizes: list[str]) -> tuple[str, str]:
     """File name and title of the panel of one size."""
     several = len(sizes) > 1
@@ -92,7 +97,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
             add_level(data, layout, spec.line, spec.line_label or f"{spec.line:g}", log=spec.log)
         summary = f"{title}: {spec.ylabel} by step. At the last step drawn, medians over seeds: {'; '.join(ends)}."
         headings = ("arm", "step", f"median of {spec.metric}", "smallest seed", "largest seed", "seeds")
-        yield Plot(name, title, spec.caption, summary, data, layout, headings, table)
+        yield Plot(name, title, _caption(spec), summary, data, layout, headings, table)
 
 
 def _cross(x: float, y: float | None, color: str, group: str) -> dict:
@@ -180,7 +185,7 @@ def _ladders(spec: Ladder, experiment: Experiment, runs: Runs) -> Iterator[Plot]
         yield Plot(
             name,
             title,
-            spec.caption,
+            _caption(spec),
             _summary(title, spec.ylabel, "learning rate", experiment, means),
             data,
             layout,
@@ -239,7 +244,7 @@ def _doses(spec: Dose, experiment: Experiment, runs: Runs) -> Iterator[Plot]:
         yield Plot(
             name,
             title,
-            spec.caption,
+            _caption(spec),
             _summary(title, spec.ylabel, spec.xlabel, experiment, means),
             data,
             layout,
@@ -265,7 +270,7 @@ def _widths(spec: Width, experiment: Experiment, runs: Runs) -> Iterator[Plot]:
         return
     arm = spec.left.split("@")[0]
     yield size_plot(
-        spec.name, spec.title, spec.caption, spec.ylabel, by_width, line_style(experiment, arm), base=1.0, log=True
+        spec.name, spec.title, _caption(spec), spec.ylabel, by_width, line_style(experiment, arm), base=1.0, log=True
     )
 
 
@@ -341,4 +346,5 @@ def _heatmaps(spec: Heatmap) -> Iterator[Plot]:
         told = f"{spec.title}, {title}: {what}, from {low:.3g} to {high:.3g} over all panels."
         rows = [(int(i * every[0]), *(f"{x:.4g}" for x in row)) for i, row in enumerate(shown)]
         headings = (spec.ylabel, *(f"{spec.xlabel} {j * every[1]}" for j in range(shown.shape[1])))
-        yield Plot(f"{spec.name}-{index}", f"{spec.title}: {title}", spec.caption, told, data, layout, headings, rows)
+        caption = _caption(spec)
+        yield Plot(f"{spec.name}-{index}", f"{spec.title}: {title}", caption, told, data, layout, headings, rows)

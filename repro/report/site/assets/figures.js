@@ -41,10 +41,12 @@
       // A finger that scrolls the page must not zoom a figure; with a mouse a drag zooms and a double click goes back.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
-      margin: { l: 56, r: 14, t: 14, b: 46 }, showlegend: named.length > 0,
+      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 14, t: 14, b: 46 }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
-      annotations: (layout.annotations || []).map((note) => ({ ...(note.xanchor === "left" ? { bgcolor: look.paper } : {}), ...note, font: { color: look.ink, ...(note.font || {}) } })),
+      annotations: (layout.annotations || []).map((note) => ({ ...(note.xanchor === "left" ? { bgcolor: look.paper } : {}), ...note,
+        // A narrow figure has no room for a claim and its label in one line.
+        text: width < 500 ? note.text.replace("</b>: ", "</b><br>") : note.text, font: { color: look.ink, ...(note.font || {}) } })),
     } };
   };
 
