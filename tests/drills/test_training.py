@@ -30,7 +30,8 @@ def test_outcomes():
 @pytest.fixture(scope="module")
 def tiny(quick_compile_module):
     """The drill of a NaN gradient in a model that takes no time, whose figures mean nothing."""
-    small = {"model": ModelConfig(layers=1, width=16, heads=2, ffn=16), "length": 8, "batch_size": 2}
+    small = {"model": ModelConfig(layers=1, width=16, heads=2, ffn=16), "length": 8, "batch_size": 2,
+             "monitors.names": ("gradient",)}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         whole = training.config
         patch.setattr(training, "config", lambda *args, **options: with_settings(whole(*args, **options), small))
