@@ -224,7 +224,9 @@ def _page(a: Side, b: Side, found: list[Part]) -> str:
             continue
         headings = "".join(f'<th scope="col">{text(heading)}</th>' for heading in part.headings)
         rows = "\n".join(
-            f'<tr><th scope="row">{text(row[0])}</th>' + "".join(f"<td>{_cell(c)}</td>" for c in row[1:]) + "</tr>"
+            f'<tr><th scope="row">{text(row[0])}</th>'
+            + "".join(f'<td class="free">{_cell(c)}</td>' for c in row[1:])
+            + "</tr>"
             for row in part.rows
         )
         sections.append(
