@@ -21,8 +21,9 @@ from timing import fastest, interleaved, judged, machine, ratios, spread
 from repro.data import Corpus, load_corpus
 from repro.models import SIZES
 from repro.train import Lane, Numbers, TrainConfig, at_size, lane_mesh, train
-from repro.train.compiled import compiled, steps_per_chunk
-from repro.train.mesh import Seats
+from repro.train.compiled import compiled, steps_per_chunk, validation_shape
+from repro.train.mesh import Seats, place
+from repro.train.step import Periodic
 
 Weights = dict[str, Any]
 LOSS_TOLERANCE, STATISTICS_TOLERANCE = 1e-4, 1e-3
@@ -284,9 +285,14 @@ class EngineSteps:
         self._state = programs.init(seats.counts, seats.put(np.array(seeds, np.uint32)))
         windows = corpus.batches(list(seeds), range(steps), batch_size=config.batch_size, length=config.length)
         self._windows = seats.put(np.moveaxis(windows, 1, 0))
+        self._periodic = None
+        if config.monitors.chosen(dear=True):
+            due = np.arange(steps) % config.monitors.interval == 0
+            watched = corpus.validation(config.eval_windows, config.length)[: validation_shape(config)[0]]
+            self._periodic = place(Periodic(due, watched), mesh, lanes=False)
 
     def __call__(self) -> None:
-        self._state, metrics = self._chunk(self._counts, self._state, self._windows, self._numbers)
+        self._state, metrics = self._chunk(self._counts, self._state, self._windows, self._numbers, self._periodic)
         jax.block_until_ready((self._state, metrics))
 
 

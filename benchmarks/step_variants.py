@@ -23,12 +23,14 @@ def compare(
     variants: Sequence[str],
     targets: Mapping[str, float],
     name: str,
+    steps: int = 10,
 ) -> int:
     """The command of such a benchmark: `config_of(size, variant)` is a run, `base` the variant that others are held
-    against, `targets` the largest ratio allowed. Variants given as arguments, called `name`, replace `variants`."""
+    against, `targets` the largest ratio allowed. Variants given as arguments, called `name`, replace `variants`.
+    `steps` is the default number of steps of a timed call."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--size", choices=SIZES, default="s", help="model size (default: s, which the targets are for)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of one timed call (default: 10)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of one timed call (default: {steps})")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default: 7)")
     parser.add_argument(
         "--devices", type=int, default=os.cpu_count(), help="CPU devices, one run each (default: cores)"

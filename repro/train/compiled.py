@@ -126,7 +126,11 @@ class Compiled:
         of_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
         window = jax.ShapeDtypeStruct((self._config.batch_size, self._config.length + 1), self._token_type)
         numbers = self._config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(self._config.numeric))
-        traced = jax.jit(self.program.step).trace(of_one(self.state), window, numbers)
+        periodic = ()
+        if self._config.monitors.chosen(dear=True):
+            watched = jax.ShapeDtypeStruct(validation_shape(self._config), self._token_type)
+            periodic = (Periodic(jax.ShapeDtypeStruct((), bool), watched),)
+        traced = jax.jit(self.program.step).trace(of_one(self.state), window, numbers, *periodic)
         text = traced.lower(lowering_platforms=(self._mesh.devices.flat[0].platform,)).as_text()
         optimised = not jax.config.read("jax_disable_most_optimizations")  # the one flag that the text does not show
         return hashlib.sha256(f"{optimised} {text}".encode()).hexdigest()
