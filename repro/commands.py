@@ -293,14 +293,14 @@ def report(args: argparse.Namespace) -> int:
 def _pages(args: argparse.Namespace) -> int:
     from repro import catalogue
     from repro.report.site import build_site
-    from repro.report.site.serve import serve
+    from repro.report.site.serve import open_browser, serve
 
     folders = args.folders or [catalogue.shipped().parent / "results"]
     if not args.folders and not folders[0].is_dir():
         raise ReproError("repro report: this installation carries no results; give the folders of runs.")
     console = _console()
     if args.serve:
-        serve(folders, args.out, args.port, console.print)
+        serve(folders, args.out, args.port, console.print, ready=open_browser)
     else:
         pages = build_site(folders, args.out)
         console.print(f"{len(pages)} pages written; open {args.out / 'index.html'} in a browser.")

@@ -20,7 +20,8 @@ class Band:
     """One arm's curve: arrays [steps], over the seeds that are finite there, while these are at least half of all.
 
     `seeds` is the number of seeds, `lost` how many of them end in a value that is not finite or end early,
-    and `ended` whether the curve stops before the last recorded step.
+    and `ended` whether the curve stops before the last recorded step. `smoothed` is the number of steps that a trailing
+    mean spans, 1 for none.
     """
 
     steps: np.ndarray
@@ -30,6 +31,7 @@ class Band:
     seeds: int
     lost: int
     ended: bool
+    smoothed: int = 1
 
 
 def band(rows: pl.DataFrame, metric: str, *, smooth: int = 1, start: int = 0) -> Band:
@@ -45,9 +47,9 @@ def band(rows: pl.DataFrame, metric: str, *, smooth: int = 1, start: int = 0) ->
     finite = rows.select("seed", "step", pl.col(metric).cast(pl.Float64).alias("value"))
     finite = finite.filter(pl.col("value").is_finite()).sort("seed", "step")
     spacing = finite["step"].diff().filter(finite["step"].diff() > 0).median() or 1
-    smooth = max(1, round(smooth / spacing))
-    if smooth > 1:
-        finite = finite.with_columns(pl.col("value").rolling_mean(smooth, min_samples=1).over("seed"))
+    rows_of_mean = max(1, round(smooth / spacing))
+    if rows_of_mean > 1:
+        finite = finite.with_columns(pl.col("value").rolling_mean(rows_of_mean, min_samples=1).over("seed"))
     complete = finite.filter(pl.col("step") == last)["seed"].n_unique()
     value = pl.col("value")
     table = (
@@ -58,7 +60,8 @@ def band(rows: pl.DataFrame, metric: str, *, smooth: int = 1, start: int = 0) ->
         .sort("step")
     )
     steps, median, low, high = (table[name].to_numpy() for name in ("step", "median", "low", "high"))
-    return Band(steps, median, low, high, seeds, seeds - complete, bool(len(steps) == 0 or steps[-1] < last))
+    ended = bool(len(steps) == 0 or steps[-1] < last)
+    return Band(steps, median, low, high, seeds, seeds - complete, ended, round((rows_of_mean - 1) * spacing) + 1)
 
 
 def curve_figure(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Figure | None:
@@ -101,7 +104,8 @@ def curve_figure(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> F
     counts = sorted({b.seeds for b in bands.values()})
     over = " to ".join(str(count) for count in (counts[0], counts[-1])[: len(counts)])
     note = "one test seed" if counts == [1] else f"median over {over} test seeds, band: smallest to largest seed"
-    note += f"; trailing means over {spec.smooth} steps" if spec.smooth > 1 else ""
+    smoothed = max(b.smoothed for b in bands.values())
+    note += f"; trailing means over {smoothed} steps" if smoothed > 1 else ""
     if any(b.ended for b in bands.values()):
         note += "; a cross ends a line where most seeds diverged"
     add_legend(figure, handles, note)

@@ -459,3 +459,13 @@ def test_the_note_of_a_dose_says_where_zeros_are(experiment, curves):
         runs = dosed({"muon": {"a": values, "b": (9.0, 9.0)}}, (0, 1))
         note = figure(spec, experiment, curves, runs, ()).legends[0].get_title().get_text()
         assert words in note and ("zero" in note) == bool(words)
+
+
+def test_a_trailing_mean_of_thinned_curves_spans_as_many_steps():
+    values = np.arange(100.0)
+    whole = pl.DataFrame({"seed": [0] * 100, "step": np.arange(100), "loss": values})
+    assert band(whole, "loss", smooth=20).smoothed == 20 and band(whole, "loss").smoothed == 1
+    thinned = whole.filter(pl.col("step") % 10 == 0)
+    found = band(thinned, "loss", smooth=20)
+    assert found.smoothed == 11 and found.median[5] == 45  # of steps 40 and 50
+    assert band(thinned, "loss", smooth=5).smoothed == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
@@ -18,10 +17,6 @@ from repro.report.site.spec_plots import plots, size_plot
 from repro.report.specs import Curve, Dose, Ladder, Width
 
 NO_EFFECT = {"ratio": 1.0, "difference": 0.0}
-BANDS = (
-    "Lines are medians over test seeds, bands reach from the smallest to the largest seed. A line ends in a cross "
-    "where most of its seeds have diverged."
-)
 DECADE = 30.0  # a metric whose largest value is so many times its smallest is drawn on a logarithmic axis
 
 
@@ -79,8 +74,7 @@ def by_step(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]:
             like.ylabel if like else metric, arms=named, log=like.log if like else bool(wide),
             smooth=like.smooth if like else 1, start=like.start if like else 0,
         )  # fmt: skip
-        for plot in plots(spec, result.experiment, rows, result.runs):
-            yield dataclasses.replace(plot, caption=BANDS)
+        yield from plots(spec, result.experiment, rows, result.runs)
 
 
 def of_experiment(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]:

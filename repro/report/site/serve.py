@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
+import sys
 import tempfile
 import threading
+import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +18,12 @@ from repro.report.site.build import build_site
 from repro.report.site.load import run_folders
 
 WATCHED = ("run.json", "verdict.json", "jobs/*.parquet")
+
+
+def open_browser(address: str) -> None:
+    """Open a page in the user's browser, where there is a screen to show one on."""
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -44,6 +53,7 @@ def serve(
     port: int,
     say: Callable[[str], None],
     *,
+    ready: Callable[[str], object] = lambda address: None,
     every: float = 3.0,
     stop: threading.Event | None = None,
 ) -> None:
@@ -54,6 +64,7 @@ def serve(
         out: where the pages are written; a temporary folder without one.
         port: 0 for any free one.
         say: told the address, and why a build failed; the pages then stay as they were.
+        ready: called with the address once it answers.
         every: seconds between two looks at the runs.
 
     ReproError if the first build fails or the port cannot be had.
@@ -69,7 +80,9 @@ def serve(
         except OSError as error:
             raise ReproError(f"port {port} cannot be opened ({error.strerror}); choose another --port.") from error
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        say(f"http://127.0.0.1:{server.server_address[1]}/index.html (interrupt to stop)")
+        address = f"http://127.0.0.1:{server.server_address[1]}/index.html"
+        say(f"{address} (interrupt to stop)")
+        ready(address)
         try:
             built = 0
             while not stop.wait(every):

@@ -30,6 +30,10 @@ from repro.report.site.plot import (
 from repro.report.specs import Curve, Dose, Heatmap, Ladder, Spec, Width
 from repro.report.width_figure import ratios
 
+BANDS = (
+    "Lines are medians over test seeds, bands reach from the smallest to the largest seed. A line ends in a cross "
+    "where most of its seeds have diverged."
+)
 MOST_CELLS = 20_000  # of a heat map; a larger one is shown as every n-th row and column
 
 
@@ -71,7 +75,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
     for size in sizes:
         name, title = _named(spec, size, sizes)
         here = rows.filter(pl.col("size") == size)
-        data, table, ends = [], [], []
+        data, table, ends, smoothed = [], [], [], 1
         for arm in experiment.arms:
             mine = here.filter(pl.col("arm") == arm.name)
             if mine.is_empty():
@@ -79,6 +83,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
             check_one_place(spec, arm.name, mine)
             found = band(mine, spec.metric, smooth=spec.smooth, start=spec.start)
             style, x = line_style(experiment, arm.name), found.steps.tolist()
+            smoothed = max(smoothed, found.smoothed)
             low, middle, high = (drawn(values, spec.log) for values in (found.low, found.median, found.high))
             label = arm.label + (f" ({found.lost} of {found.seeds} diverged)" if found.lost else "")
             if found.seeds > 1:
@@ -97,7 +102,8 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
             add_level(data, layout, spec.line, spec.line_label or f"{spec.line:g}", log=spec.log)
         summary = f"{title}: {spec.ylabel} by step. At the last step drawn, medians over seeds: {'; '.join(ends)}."
         headings = ("arm", "step", f"median of {spec.metric}", "smallest seed", "largest seed", "seeds")
-        yield Plot(name, title, _caption(spec), summary, data, layout, headings, table)
+        caption = BANDS + (f" Trailing means over {smoothed} steps." if smoothed > 1 else "")
+        yield Plot(name, title, caption, summary, data, layout, headings, table)
 
 
 def _cross(x: float, y: float | None, color: str, group: str) -> dict:
