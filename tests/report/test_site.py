@@ -1,6 +1,7 @@
 """The evidence pages as files: what is in them, what they link to, and what they refuse."""
 
 import ast
+import dataclasses
 import html.parser
 import json
 import re
@@ -16,6 +17,7 @@ from repro.claims import LEDGER, Claim, Control, Greater, NonInferior, Verdict, 
 from repro.claims.runs import Run, Runs
 from repro.errors import ReproError
 from repro.report.site import build_site, conflicts, load_results
+from repro.report.site.build import Judged
 from repro.report.site.definitions import definitions
 from repro.report.site.matrix import COLUMNS, SUBJECTS, outside, rows
 from repro.report.site.plot import Plot, text
@@ -131,6 +133,18 @@ def test_two_rules_for_one_claim_are_shown_side_by_side(site, tmp_path):
     same = [make_run(tmp_path / name) for name in ("one", "two")]
     assert conflicts(load_results(same)) == {}
     assert list(conflicts(load_results(conflicting(tmp_path)))) == [("K2-1 (made up)", "elsewhere")]
+
+
+def test_a_conflict_says_whether_the_criterion_is_the_same(tmp_path):
+    folders = [RESULTS / f"second-moment-lag-{preset}" for preset in ("cpu", "cpu-sizes")]
+    results = load_results(folders)
+    found = conflicts(results)
+    assert ("O-2 (memory)", "second-moment-lag") in found
+    (verdict,) = (verdict for verdict in results[0].verdicts if verdict.variant == "memory")
+    judged = Judged(results[0], verdict, tuple(results))
+    assert judged.same_criterion
+    other = dataclasses.replace(results[1], claims={})
+    assert not Judged(results[0], verdict, (results[0], other)).same_criterion
 
 
 def test_a_rule_that_changed_after_the_data_is_named(tmp_path):

@@ -137,7 +137,9 @@ class Judged:
     def size_words(self) -> str:
         """The sizes run, with their widths."""
         widths = {size: self.result.width(size) for size in self.result.sizes(self.verdict)}
-        return ", ".join(f"{size} (width {width:g})" if width else size for size, width in widths.items()) or "computed"
+        return ", ".join(f"{size} (width {width:g})" if width else size for size, width in widths.items()) or (
+            "computed" if self.result.experiment else "not recorded"
+        )
 
     @property
     def tier(self) -> str:
@@ -150,6 +152,13 @@ class Judged:
     @property
     def control_rule(self) -> str:
         return rule_words(self.claim.control.criterion) if self.claim and self.claim.control else ""
+
+    @property
+    def same_criterion(self) -> bool:
+        """Whether the results in conflict have the same criterion and control, so that arms, presets or seeds differ."""
+        claims = [result.claim(self.verdict) for result in self.conflict]
+        rules = {(claim.criterion, claim.control) for claim in claims if claim}
+        return None not in claims and len(rules) == 1
 
     @property
     def changes(self) -> list[str]:
