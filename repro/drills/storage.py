@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,44 +25,48 @@ import jax
 import numpy as np
 
 from repro.data import load_corpus
+from repro.drills.small_run import PRESET
 from repro.errors import ReproError, Stopped
 from repro.report.record import RunFolder
 from repro.train import JobResult, Lane, TrainConfig, train
 
 STOP = 20
 """Steps after which the jobs below are stopped; they save themselves every ten."""
+CHUNKS = 10
+"""Of a job that is killed."""
+BOUNDARIES = 2 * CHUNKS
+"""Of a run that is killed, in two jobs."""
 
 
 def kill(n: int, folder: Path, seed: int = 0, on_kill: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
     """`kill -9` to `n` processes that train, at random moments, each run continued until it ends and then compared with
     one that nobody killed: metrics, scalars, verdict, and the digests of parameters and optimizer state. Writes into
-    `folder`, which must be empty. A continued run may be killed again."""
+    `folder`, which must be empty. A continued run may be killed again, two times of three.
+
+    A moment is a number of chunk boundaries that are saved, uniform over those that are left, and a delay of up to the
+    time that one takes.
+    """
     folder, random = _empty(folder), np.random.default_rng(seed)
-    reference = folder / "whole"
-    started = time.monotonic()
-    _run(reference, folder)  # compiles
-    shutil.rmtree(reference)
-    begun, ended = _timed(reference, folder)
-    locked, moments, kills, runs, differing = "", collections.Counter(), 0, 0, []
+    reference, started = folder / "whole", time.monotonic()
+    gap = _timed(reference, folder)
+    moments, kills, runs, locked, differing = collections.Counter(), 0, 0, "", []
     while kills < n:
         path = folder / f"run-{runs}"
-        process = _start(path, folder)
-        _wait_for(path / "run.json", process)
-        wait = random.uniform(0.0, ended - begun)
+        moment: float | None = random.uniform(0, BOUNDARIES + 1)
         while True:
-            if not locked:
-                locked = _second(path)
-            if _killed(process, wait):
-                kills += 1
-                moments[_moment(path)] += 1
-                on_kill(kills)
-            elif process.returncode:
+            process = _start(path, folder)
+            if moment is not None and _reached(process, path, int(moment)):
+                locked = locked or _second(path)
+                if _killed(process, moment % 1 * gap):
+                    kills += 1
+                    moments[_moment(path)] += 1
+                    on_kill(kills)
+            if process.wait() > 0:
                 raise ReproError(f"the run in {path} ended with code {process.returncode}; see {path}.log.")
             if (path / "verdict.json").is_file():
                 break
-            process = _start(path, folder)
-            # The last one is left in peace, and on average every second that was killed before.
-            wait = None if kills >= n or random.random() < 0.5 else random.uniform(0.0, ended)
+            again = kills < n and random.random() < 2 / 3
+            moment = random.uniform(_saved(path) + 1, BOUNDARIES + 1) if again else None
         differing += [f"run {runs}: {name}" for name in different(reference, path)]
         shutil.rmtree(path)
         runs += 1
@@ -94,8 +99,8 @@ def truncated_checkpoint(folder: Path, seed: int = 0, alone: bool = True) -> dic
 
 
 def flipped_byte(folder: Path, seed: int = 0, alone: bool = True) -> dict[str, Any]:
-    """One random bit of the largest file of the newest checkpoint, which holds the arrays, is flipped. `alone`: see also
-    what Orbax makes of it by itself."""
+    """One random bit of the largest file of the newest checkpoint, which holds the arrays, is flipped. `alone`: see
+    also what Orbax makes of it by itself."""
 
     def damage(path: Path, random: np.random.Generator) -> str:
         data = bytearray(path.read_bytes())
@@ -171,35 +176,41 @@ def _start(path: Path, folder: Path) -> subprocess.Popen:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-def _run(path: Path, folder: Path) -> None:
-    process = _start(path, folder)
-    if process.wait():
-        raise ReproError(f"the run in {path} ended with code {process.returncode}; see {path}.log.")
-
-
-def _timed(path: Path, folder: Path) -> tuple[float, float]:
-    """Seconds after which a run has begun, and after which it has ended."""
-    started = time.monotonic()
-    process = _start(path, folder)
-    _wait_for(path / "run.json", process)
-    begun = time.monotonic() - started
-    process.wait()
-    return begun, time.monotonic() - started
-
-
-def _wait_for(path: Path, process: subprocess.Popen) -> None:
-    while not path.is_file() and process.poll() is None:
+def _timed(path: Path, folder: Path) -> float:
+    """Seconds from one saved chunk boundary to the next in a whole run, which is left in `path`."""
+    process, first = _start(path, folder), 0.0
+    while process.poll() is None:
+        if not first and _saved(path):
+            first = time.monotonic()
         time.sleep(0.005)
+    if process.returncode:
+        raise ReproError(f"the run in {path} ended with code {process.returncode}; see {path}.log.")
+    return (time.monotonic() - first) / BOUNDARIES
 
 
-def _killed(process: subprocess.Popen, wait: float | None) -> bool:
-    """Whether a process was still there to be killed after so many seconds; None waits for its end."""
+def _reached(process: subprocess.Popen, path: Path, boundaries: int) -> bool:
+    """Waits until a process has saved so many chunk boundaries; False if it ended before."""
+    while process.poll() is None:
+        if _saved(path) >= boundaries and (path / "run.json").is_file():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def _killed(process: subprocess.Popen, seconds: float) -> bool:
+    """Whether a process was still there to be killed after so many seconds."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(wait)
+        process.wait(seconds)
         return False
     process.kill()
-    process.wait()
-    return True
+    return process.wait() == -signal.SIGKILL
+
+
+def _saved(path: Path) -> int:
+    """Chunk boundaries of a run that are saved, those of finished jobs among them."""
+    done = {p.name.removesuffix(".runs.parquet") for p in (path / "jobs").glob("*.runs.parquet")}
+    steps = [int(p.name) for p in (path / "checkpoints").glob("*/*") if p.name.isdigit() and p.parent.name not in done]
+    return len(done) * CHUNKS + max(steps, default=0) // (PRESET.train.steps // CHUNKS)
 
 
 def _moment(path: Path) -> str:
@@ -240,8 +251,6 @@ def _last_states(path: Path) -> dict[str, Any]:
 
 
 def _train(saves: Path, seed: int, **options: Any) -> JobResult:
-    from repro.drills.small_run import PRESET
-
     config: TrainConfig = dataclasses.replace(PRESET.train, steps=30)
     lanes = [Lane(config.numbers(), seed), Lane(config.numbers(), seed + 1)]
     return train(config, lanes, load_corpus(PRESET.data), checkpoints=saves, checkpoint_seconds=0.0, **options)
@@ -270,7 +279,7 @@ def _damaged(
 
 
 def _orbax_alone(path: Path) -> str:
-    """What Orbax makes of a checkpoint without the manifest; in a process of its own, since its threads are talkative."""
+    """What Orbax makes of a checkpoint without the manifest; in a process of its own, since its threads talk."""
     script = (
         "import sys, orbax.checkpoint as ocp\nocp.Checkpointer(ocp.StandardCheckpointHandler()).restore(sys.argv[1])"
     )
