@@ -72,7 +72,7 @@ def _storage(name: str, kills: int, console: Console) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="repro-drill-") as folder:
         place = lambda case: Path(folder) / case
         if name == "kill":
-            say = lambda count: console.print(f"killed {count} of {kills}", end="\r")
+            say = lambda count: console.is_terminal and console.print(f"killed {count} of {kills}", end="\r")
             cases = [storage.kill(kills, place("kill"), on_kill=say)]
         elif name == "full-disk":
             cases = [storage.full_disk(place(how), how=how) for how in ("limit", "device")]
