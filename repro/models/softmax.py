@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from repro.models.quantile import quantile
+
 # Finite, so that a row's gradient stays defined, and below every logit, also those of a run that diverges.
 _MASKED = float(np.finfo(np.float32).min)
 
@@ -51,20 +53,15 @@ def logit_statistics(
         "entropy": (jnp.log(total_BHT) - mean_BHT).mean((0, 2)),
     }
     if details:
-        statistics["logit_p999"] = upper_quantile(jnp.moveaxis(raw, 1, 0), mask_TS, 0.999)
+        statistics["logit_p999"] = _quantile(raw, mask_TS, 0.999)
         statistics["relative_entropy"] = _relative(jnp.log(total_BHT) - mean_BHT, mask_TS)
     return statistics
 
 
-def upper_quantile(values_HBTS: jax.Array, mask_TS: np.ndarray, q: float) -> jax.Array:
-    """The q-quantile of the unmasked values, interpolated linearly, over all axes but the first; cheap for q near 1."""
-    count = mask_TS.sum() * values_HBTS.shape[1]
-    place = (1 - q) * (count - 1)  # from the top
-    above, part = int(place), place - int(place)
-    rows = jnp.where(mask_TS, values_HBTS, -jnp.inf).reshape(values_HBTS.shape[0], -1)
-    top = jax.lax.top_k(rows, min(above + 2, rows.shape[1]))[0]
-    low, high = (top[:, min(above + i, int(count) - 1)] for i in (1, 0))
-    return jnp.where(part > 0, (1 - part) * high + part * low, high)
+def _quantile(raw_BHTS: jax.Array, mask_TS: np.ndarray, q: float) -> jax.Array:
+    """Of every head's unmasked logits, [H]."""
+    rows = jnp.moveaxis(raw_BHTS, 1, 0).reshape(raw_BHTS.shape[1], -1)
+    return quantile(rows, q, np.broadcast_to(mask_TS, (raw_BHTS.shape[0], *mask_TS.shape)).reshape(-1))
 
 
 def _relative(entropy_BHT: jax.Array, mask_TS: np.ndarray) -> jax.Array:

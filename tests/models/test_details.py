@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from repro.models import ModelConfig, init_and_apply
-from repro.models.softmax import attend, logit_statistics, upper_quantile
+from repro.models.softmax import attend, logit_statistics
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -49,15 +49,6 @@ def test_details_of_given_logits():
     assert not np.allclose(found["relative_entropy"], found["entropy"] / np.log(7), rtol=0.05)
     even = logit_statistics(jnp.zeros((1, 2, 7, 7)), jnp.zeros((1, 2, 7, 7)), mask, details=True)
     np.testing.assert_allclose(even["relative_entropy"], 1.0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("q", [0.999, 0.9, 0.5, 1.0])
-def test_upper_quantile_interpolates(q):
-    raw = logits((5, 2, 9, 9))
-    mask = np.tril(np.ones((9, 9), bool))
-    for h in range(2):
-        wanted = np.quantile(raw[:, h][:, mask].astype(np.float64), q)
-        assert float(upper_quantile(np.moveaxis(raw, 1, 0), mask, q)[h]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 def test_one_position_has_no_choice():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from repro.models.quantile import quantile
 from repro.train.monitors.monitor import Metrics, Monitor, Observation
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ def _layers(config: MonitorConfig, seen: Observation) -> Metrics:
 def _channels(config: MonitorConfig, seen: Observation) -> Metrics:
     states = seen.probe.hidden
     x_LPD = states.reshape(states.shape[0], -1, states.shape[-1]).astype(jnp.float32)
-    places = jnp.asarray(list(PERCENTILES.values()), jnp.float32)
-    percentiles_QL = jnp.quantile(jnp.abs(x_LPD).reshape(len(x_LPD), -1), places, axis=1)
+    magnitudes = jnp.abs(x_LPD).reshape(len(x_LPD), -1)
+    percentiles = {name: quantile(magnitudes, place) for name, place in PERCENTILES.items()}
     ratio_L, count_L = channel_outliers(x_LPD)
-    return dict(zip(PERCENTILES, percentiles_QL, strict=True)) | {
-        "activation_p999_max": percentiles_QL[-1].max(),
+    return percentiles | {
+        "activation_p999_max": percentiles["activation_p999"].max(),
         "outlier_ratios": ratio_L,
         "outlier_channels": count_L,
         "outlier_ratio": ratio_L.max(),
