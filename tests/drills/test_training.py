@@ -71,12 +71,3 @@ def test_stored_drills_have_the_present_form(tiny):
             assert found["kind"] == "storage" and found["cases"]
             assert all(case["equal"] is True for case in found["cases"])
     assert stored["kill"]["cases"][0]["kills"] >= 50
-
-
-def test_the_command(command, refused, tmp_path):
-    code, said, _ = command("drill")
-    assert code == 0 and all(name in said for name in (*training.DRILLS, *STORAGE))
-    assert "unknown" in refused("drill", "nope")
-    assert "kills" in refused("drill", "nan-gradient", "--n", "3")
-    (tmp_path / "there").write_text("")
-    assert "exists" in refused("drill", "nan-gradient", "--out", tmp_path / "there")
