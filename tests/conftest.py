@@ -48,7 +48,7 @@ def _without_fusion_emitters():
 
 
 _emitters = []
-"""Tests in progress that want XLA's fusion emitters."""
+"""Holds something while a test wants XLA's fusion emitters."""
 
 
 @contextlib.contextmanager
@@ -69,12 +69,18 @@ def quick_compile():
         yield
 
 
-@pytest.fixture
-def fusion_emitters(quick_compile):
-    """`quick_compile` with XLA's fusion emitters, which round the same in different programs: for tests of equal bits."""
+@contextlib.contextmanager
+def _emitting():
     _emitters.append(True)
     yield
     _emitters.pop()
+
+
+@pytest.fixture(scope="session")
+def fusion_emitters():
+    """`with fusion_emitters():` within `quick_compile`: with them XLA rounds the same in different programs, for tests
+    of equal bits."""
+    return _emitting
 
 
 @pytest.fixture(scope="module")

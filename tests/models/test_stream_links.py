@@ -54,7 +54,8 @@ def drawn(config):
 
 @pytest.mark.parametrize("streams", [1, 4])
 def test_hyper_connections_start_as_the_plain_residual(fusion_emitters, streams):
-    plain, found = run(PLAIN, hidden=True), run(having(kind="hyper", streams=streams), hidden=True)
+    with fusion_emitters():
+        plain, found = run(PLAIN, hidden=True), run(having(kind="hyper", streams=streams), hidden=True)
     # The carry is shown as the sum of the streams, and a multiplication by a power of two is exact.
     np.testing.assert_array_equal(found.hidden[1:-1] / streams, plain.hidden[1:-1])
     if streams == 1:
