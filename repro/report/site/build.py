@@ -155,7 +155,7 @@ class Judged:
 
     @property
     def same_criterion(self) -> bool:
-        """Whether the results in conflict have the same criterion and control, so that arms, presets or seeds differ."""
+        """Whether the results in conflict have one criterion and control, so that arms, presets or seeds differ."""
         claims = [result.claim(self.verdict) for result in self.conflict]
         rules = {(claim.criterion, claim.control) for claim in claims if claim}
         return None not in claims and len(rules) == 1

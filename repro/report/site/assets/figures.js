@@ -4,6 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const figures = window.reproFigures || {};
   const drawn = new Set();
+  const source = document.currentScript.dataset.library;
   let printing = false;
 
   const copy = (value) => JSON.parse(JSON.stringify(value));
@@ -23,9 +24,9 @@
 
   const styled = (id, width) => {
     const look = theme(), night = dark.matches && !printing;
-    const source = figures[id];
-    const data = night ? recolour(copy(source.data)) : copy(source.data);
-    const layout = copy(source.layout);
+    const stored = figures[id];
+    const data = night ? recolour(copy(stored.data)) : copy(stored.data);
+    const layout = copy(stored.layout);
     const axis = (part) => ({ ...part, color: look.ink, gridcolor: look.grid, linecolor: look.ink, zeroline: false, exponentformat: "power",
       showline: true, ticks: "outside", ticklen: 4, tickcolor: look.ink });
     layout.xaxis = axis(layout.xaxis || {});
@@ -60,9 +61,20 @@
     drawn.add(canvas);
   };
 
+  // The library is large: words can be read before it is there, and it comes when a figure is near or all else is done.
+  let library;
+  const withLibrary = () => library ||= new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = source;
+    script.onload = resolve;
+    script.onerror = reject;
+    document.head.append(script);
+  });
+  addEventListener("load", () => setTimeout(withLibrary, 1500));
+
   const near = new IntersectionObserver((entries) => entries.forEach((entry) => {
-    if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
-  }), { rootMargin: "400px" });
+    if (entry.isIntersecting && !drawn.has(entry.target)) withLibrary().then(() => draw(entry.target));
+  }), { rootMargin: "600px" });
   const canvases = [...document.querySelectorAll("[data-figure]")];
   canvases.forEach((canvas) => near.observe(canvas));
 
@@ -81,9 +93,11 @@
 
   document.querySelectorAll("[data-save]").forEach((button) => button.addEventListener("click", () => {
     const canvas = button.closest("figure").querySelector("[data-figure]");
-    if (!drawn.has(canvas)) draw(canvas);
-    const wide = { width: 960, height: Math.round(canvas.clientHeight * (canvas.clientWidth < 600 ? 1.2 : 1)) };
-    Plotly.downloadImage(canvas, { format: button.dataset.save, filename: canvas.dataset.figure.replace("/", "-"), scale: 2, ...wide });
+    withLibrary().then(() => {
+      if (!drawn.has(canvas)) draw(canvas);
+      const size = { width: 960, height: Math.round(canvas.clientHeight * (canvas.clientWidth < 600 ? 1.2 : 1)) };
+      Plotly.downloadImage(canvas, { format: button.dataset.save, filename: canvas.dataset.figure.replace("/", "-"), scale: 2, ...size });
+    });
   }));
 
   // The table of a figure is made when it is asked for: all of them together would be many times the page.
