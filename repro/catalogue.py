@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from repro.claims import Experiment
 from repro.errors import ReproError
@@ -40,6 +42,28 @@ def load(name: str) -> Experiment:
     if spelt not in found:
         raise ReproError(f"experiment {name!r} is unknown; known are {', '.join(sorted(found))}.")
     return _loaded(found[spelt])
+
+
+def stored_preset(experiment: Experiment, record: Mapping[str, Any], where: Path) -> Any:
+    """The preset that run.json of the folder `where` holds. Raises `ReproError` if it is of another version."""
+    import pydantic
+
+    # All presets of an experiment are of one class, its own or that of `repro.train`, and so are their settings of a
+    # run, which may be of a class with more fields than the preset's declaration knows.
+    own = next(iter(experiment.presets.values()))
+
+    def as_own(value: Any, like: Any) -> Any:
+        return pydantic.TypeAdapter(type(like)).validate_python(value)
+
+    try:
+        fields = dict(record["preset"])
+        if hasattr(own, "train"):
+            fields["train"] = as_own(fields["train"], own.train)
+        return as_own(fields, own)
+    except (KeyError, TypeError, ValueError) as error:  # also what pydantic refuses
+        raise ReproError(
+            f"{where}/run.json does not hold a preset of this version; it was edited or is of another version."
+        ) from error
 
 
 @cache

@@ -179,31 +179,13 @@ def _execute(experiment: Any, preset_name: str, preset: Any, folder: Any, change
     return 0
 
 
-def stored_preset(experiment: Any, record: dict, where: Path) -> Any:
-    import pydantic
-
-    # All presets of an experiment are of one class, its own or that of `repro.train`, and so are their settings of a run,
-    # which may be of a class with more fields than the preset's declaration knows.
-    own = next(iter(experiment.presets.values()))
-    as_own = lambda value, like: pydantic.TypeAdapter(type(like)).validate_python(value)
-    try:
-        fields = dict(record["preset"])
-        if hasattr(own, "train"):
-            fields["train"] = as_own(fields["train"], own.train)
-        return as_own(fields, own)
-    except (KeyError, TypeError, ValueError) as error:  # also what pydantic refuses
-        raise ReproError(
-            f"{where}/run.json does not hold a preset of this version; it was edited or is of another version."
-        ) from error
-
-
 def _same_rules(record: dict, where: Path) -> tuple:
     """The experiment and preset of a run folder. Raises `ReproError` if the rules have changed since."""
     from repro import catalogue
     from repro.claims import rule_hash
 
     experiment = catalogue.load(str(record.get("experiment")))
-    preset = stored_preset(experiment, record, where)
+    preset = catalogue.stored_preset(experiment, record, where)
     if rule_hash(experiment, preset, record["preset"]) != record.get("rule_hash"):
         raise ReproError(
             f"the claims, arms or preset of {experiment.name} have changed since {where} was written; "

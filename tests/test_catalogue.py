@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from repro import catalogue
+from repro.catalogue import stored_preset
 from repro.claims.canonical import plain
-from repro.commands import stored_preset
 from repro.errors import ReproError
 
 

@@ -60,6 +60,7 @@ def visit(browser, site):
 
     def call(name, width=1440, **options):
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        context.set_default_timeout(120_000)  # of a machine that has much else to do
         opened.append(context)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))

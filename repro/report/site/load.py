@@ -183,14 +183,12 @@ def _load(path: Path, slug: str, unfinished: bool) -> Result:
 
 def _from_catalogue(record: dict, verdicts: Sequence[Verdict], path: Path):
     """The experiment behind a run, the preset as stored, its claims by key, and the hash of today's rule."""
-    from repro.commands import stored_preset  # the one place that knows how a preset is read back
-
     name = str(record.get("experiment", ""))
     if name.replace("_", "-") not in catalogue.modules():
         return None, None, {}, ""
     experiment = catalogue.load(name)
     try:
-        preset = stored_preset(experiment, record, path)
+        preset = catalogue.stored_preset(experiment, record, path)
         claims = {key(claim): claim for claim in experiment.claims_for(preset)}
         return experiment, preset, claims, rule_hash(experiment, preset, record["preset"])
     except (ReproError, KeyError, TypeError, AttributeError):
