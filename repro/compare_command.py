@@ -230,7 +230,7 @@ def _page(a: Side, b: Side, found: list[Part]) -> str:
             for row in part.rows
         )
         sections.append(
-            f'{head}<div class="scroll" role="region" tabindex="0" aria-labelledby="part-{number}"><table>'
+            f'{head}<div class="scroll" role="group" tabindex="0" aria-labelledby="part-{number}"><table>'
             f"<thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table></div></section>"
         )
     names = f"<p class='lead'>A is {text(a.name)} of {text(a.record.get('started', ''))}, B is {text(b.name)} of " + (
