@@ -7,11 +7,8 @@ import os
 import re
 import resource
 import shutil
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -174,78 +171,6 @@ def test_killed_between_the_events_and_the_job(toy_run, toy, command, tmp_path, 
             runner.execute(toy, "smoke", toy.presets["smoke"], opened)
     assert command("resume", tmp_path / "run")[0] == 0
     same_results(toy_run, tmp_path / "run")
-
-
-KILLED = """
-import functools, os, sys, time
-import repro.runner as runner
-import repro.train as train
-from repro.cli import main
-
-runner.train = functools.partial(train.train, checkpoint_seconds=0)
-from repro.progress import ConsoleWatcher
-
-def progress(self, progress):
-    if self.jobs == 2 and progress.step == 30:
-        print("READY", flush=True)
-        time.sleep(600)
-
-def job(self, job, number):
-    self.jobs = number
-
-ConsoleWatcher.progress, ConsoleWatcher.job = progress, job
-main(["run", "race", "--preset", "smoke", "--out", sys.argv[1]])
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_process(toy_run, toy, command, refused, tmp_path):
-    folder = tmp_path / "run"
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert any(line.strip() == "READY" for line in child.stdout)
-        assert "is in use by another process" in refused("resume", folder)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-    assert list((folder / "checkpoints").rglob("*")) and not (folder / "verdict.json").exists()
-    code, out, _ = command("resume", folder)
-    assert code == 0 and out.count("done before") == 1
-    same_results(toy_run, folder)
-
-
-def test_what_guards_did_stands_in_the_record_also_after_an_interruption(toy, command, tmp_path, monkeypatch):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    rules = "--train.guards", "when loss > 6.5 then quarantine 5", "when grad_norm > 1.5 then lower_rate 0.5 for 3"
-    assert command("run", "race", "--preset", "smoke", "--seeds", "3", "--out", whole, *rules)[0] == 0
-    found = json.loads((whole / "run.json").read_text())["events"]
-    assert {event["action"] for event in found} == {"quarantine", "lower_rate"}
-    assert all({"arm", "seed", "step", "rule", "value"} <= event.keys() for event in found)
-    assert "when loss &gt; 6.5 then quarantine 5" in (whole / "report.md").read_text()
-    write = record.RunFolder.write_job
-    monkeypatch.setattr(record.RunFolder, "write_job", _failing_at(2, write))
-    with pytest.raises(RuntimeError):
-        command("run", "race", "--preset", "smoke", "--seeds", "3", "--out", broken, *rules)
-    monkeypatch.setattr(record.RunFolder, "write_job", write)
-    assert command("resume", broken)[0] == 0
-    assert json.loads((broken / "run.json").read_text())["events"] == found
-    same_results(whole, broken)
-
-
-def _failing_at(number, call):
-    calls = []
-
-    def failing(*args):
-        calls.append(args)
-        if len(calls) == number:
-            raise RuntimeError
-        return call(*args)
-
-    return failing
 
 
 def test_resume_of_a_finished_run_prints_its_verdict(toy_run, toy, command):

@@ -62,7 +62,7 @@ def kill(n: int, folder: Path, seed: int = 0, on_kill: Callable[[int], None] = l
                     moments[_moment(path)] += 1
                     on_kill(kills)
             if process.wait() > 0:
-                raise ReproError(f"the run in {path} ended with code {process.returncode}; see {path}.log.")
+                raise ReproError(_last_words(process, path))
             if (path / "verdict.json").is_file():
                 break
             again = kills < n and random.random() < 2 / 3
@@ -184,8 +184,13 @@ def _timed(path: Path, folder: Path) -> float:
             first = time.monotonic()
         time.sleep(0.005)
     if process.returncode:
-        raise ReproError(f"the run in {path} ended with code {process.returncode}; see {path}.log.")
+        raise ReproError(_last_words(process, path))
     return (time.monotonic() - first) / BOUNDARIES
+
+
+def _last_words(process: subprocess.Popen, path: Path) -> str:
+    said = Path(f"{path}.log").read_text(errors="replace").strip().splitlines()
+    return f"{path.name} ended with code {process.returncode}: {said[-1] if said else 'it said nothing'}"
 
 
 def _reached(process: subprocess.Popen, path: Path, boundaries: int) -> bool:
