@@ -29,7 +29,7 @@ def claims(preset: "WeightsPreset") -> tuple[Claim, ...]:
     costs = lambda rate: Greater("loss", f"nearest@{rate}", f"fp32@{rate}", log=False, smallest=0.05)
     keeps = lambda arm, rate: NonInferior("loss", f"{arm}@{rate}", f"fp32@{rate}", margin=0.02)
     retained = lambda rate: AtMost("retained", f"nearest@{rate}", 0.5)
-    return (
+    found = (
         Claim(
             id="FP-2", variant="small updates are swallowed", family=KALAMKAR, tier="D", source=KALAMKAR,
             statement="At the low rate less than half of the norm of the updates arrives in weights rounded to nearest.",
@@ -56,6 +56,8 @@ def claims(preset: "WeightsPreset") -> tuple[Claim, ...]:
             control=Control("nearest at the low rate", keeps("nearest", "low")),
         ),
     )  # fmt: skip
+    # The size for a look trains one arm less, since all that takes long there is compiling them.
+    return tuple(claim for claim in found if claim.id == "FP-2" or size != "tiny")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,8 @@ class WeightsPreset(Sweep):
 def plan(preset: WeightsPreset):
     yield [
         Cell(arm.name, preset.sizes[0], rate, point, "test", preset.test_seeds)
-        for arm in ARMS for point, rate in zip(("low", "middle", "high"), preset.rates, strict=True)
+        for arm in ARMS if (arm.name, preset.sizes[0]) != ("stochastic", "tiny")
+        for point, rate in zip(("low", "middle", "high"), preset.rates, strict=True)
     ]  # fmt: skip
 
 

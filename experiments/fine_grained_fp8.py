@@ -101,7 +101,8 @@ class PrecisionPreset(Sweep):
 def claims(preset: PrecisionPreset) -> tuple[Claim, ...]:
     found = [MECHANISM] if len(preset.sizes) == 1 else []
     for size in preset.sizes:
-        found += _at_size(size, preset.train.steps)
+        # The size for a look trains one arm less, since all that takes long there is compiling them.
+        found += _at_size(size, preset.train.steps)[: 1 if size == "tiny" else None]
     return tuple(found)
 
 
@@ -110,7 +111,8 @@ def plan(preset: PrecisionPreset):
     # One scale per tensor is there to be seen beside the others; no claim reads it.
     arms = [arm for arm in ARMS if preset.evidence or arm.name != "tensor"]
     yield [
-        Cell(arm.name, size, rate, "fixed", "test", preset.test_seeds) for size in preset.sizes for arm in arms
+        Cell(arm.name, size, rate, "fixed", "test", preset.test_seeds)
+        for size in preset.sizes for arm in arms if (arm.name, size) != ("v3_e5m2", "tiny")
     ]  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_rates_are_chosen_on_tuning_seeds_for_each_arm():
     places = [(c.arm, c.point) for c in test]
     assert len(set(places)) == len(places)
     part = {c.arm for c in follow(dataclasses.replace(CPU, complete=False))[0][-1]}
-    assert part == {"muon", "muon_norm", "muon_harm", "adamw", "adamw_sigma"}
+    assert part == {"muon", "muon_norm", "muon_harm"}
     assert {c.arm for c in test} == {arm.name for arm in EXPERIMENT.arms}
     found = {(r.arm, r.seed): r.metrics["lr_sensitivity"] for r in EXPERIMENT.derive(runs)}
     away = [abs(rate - 0.02828) for rate in CPU.rates]
