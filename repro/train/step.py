@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from repro.errors import ReproError
 from repro.models import Output, Stats, abstract, by_group, declarations, init_and_apply, initial_buffers
 from repro.optim import from_declarations, qk_clip
 from repro.quant import round_to
@@ -208,7 +209,8 @@ class Program:
         updates, opt_state = tx.update(used, state.opt_state, state.params)
         late = {"update_norm": optax.tree.norm(updates)}
         guards.look(late)
-        params = optax.apply_updates(state.params, guards.updates(updates, late["update_norm"]))
+        updates = guards.updates(updates, late["update_norm"])
+        params = optax.apply_updates(state.params, updates)
         if self.config.clips:
             max_logit = by_group(self.config.model, stats.max_logit)
             params = qk_clip(params, max_logit, tau=guards.tau(numbers.tau), layouts=self.layouts)
@@ -247,6 +249,8 @@ class Program:
         config = self.config.monitors
         found, remembered = monitors.every_step(config, seen)
         if config.chosen(dear=True):
+            if periodic is None:
+                raise ReproError("dear monitors need to know their steps and windows; pass periodic to the step.")
             found |= jax.lax.cond(
                 periodic.due, lambda: monitors.at_times(config, seen), lambda: monitors.in_between(config, seen)
             )

@@ -32,11 +32,11 @@ class Observation(NamedTuple):
     params: Any
     """Before the step, those of `output`, `loss` and `grads`."""
     new_params: Any
-    """After the optimizer, QK-Clip and rounding."""
+    """After the optimizer, QK-Clip and rounding; a guard may still refuse them."""
     grads: Any
-    """As the optimizer got them, before its own clip."""
+    """As the optimizer got them: after guards, before its own clip."""
     updates: Any
-    """What the optimizer added to `params`."""
+    """What was added to `params`: of the optimizer, after guards."""
     opt_state: Any
     """After the step."""
     output: Output

@@ -79,7 +79,7 @@ CHECKSUM = Monitor(
     sees="hardware, a kernel or a collective that does not repeat itself: the step in which two runs or a replay part",
     cannot_prove="that data and algorithm are right: a wrong step repeats itself too",
     metrics={
-        "checksum": "uint32, sum of bits_i (2 i + 1) over all parameters after the step",
+        "checksum": "uint32, sum of bits_i (2 i + 1) over all parameters as the step computed them, skipped or not",
         "state_checksum": "uint32, the same of the optimizer's state",
     },
     measure=_checksum,
