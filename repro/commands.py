@@ -26,7 +26,9 @@ _MOST_ROWS, _MOST_COLUMNS = 16, 8
 
 def _start_devices() -> None:
     """Before JAX starts: one CPU device per core, since runs are laid over devices, and on a GPU only kernels that give
-    the same bits every time."""
+    the same bits every time. Devices do their own linear algebra with a thread each: where OpenBLAS starts more, they
+    wait for each other and a small SVD takes 40 times as long."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when SciPy is imported, which JAX does
     import jax
 
     flags = os.environ.get("XLA_FLAGS", "")

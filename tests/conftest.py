@@ -10,6 +10,7 @@ import pytest
 
 # Set before JAX starts; child processes inherit all of it.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 

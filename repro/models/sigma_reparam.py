@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from repro.decompositions import svd
 from repro.models.parameter import Buffer, parameter
 
 _TINY = 1e-12
@@ -43,7 +44,7 @@ def _spread(scalars: jax.Array, w: jax.Array, declared: Mapping[str, Any]) -> ja
 
 def dominant(w_IO: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest singular value [...] of matrices [..., I, O], and its left singular vector [..., I]."""
-    u, s, _ = jnp.linalg.svd(w_IO, full_matrices=False)
+    u, s, _ = svd(w_IO)
     return s[..., 0], u[..., 0]
 
 

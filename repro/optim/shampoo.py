@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from repro.decompositions import eigh
 from repro.optim.adamw import Decay, adamw, decayed
 from repro.optim.finite import check_adam, check_positive
 from repro.optim.groups import blocks_of, by_role, tree_of
@@ -42,7 +43,7 @@ def statistics(blocks: list[jax.Array]) -> tuple[tuple[jax.Array, ...], tuple[ja
 def inverse_fourth_root(x: jax.Array, eps: float) -> jax.Array:
     """x^-1/4 of symmetric matrices [..., A, A] that are not negative; eigenvalues below eps times the largest count as
     that much. Zero where x is zero."""
-    values, vectors = jnp.linalg.eigh(x)
+    values, vectors = eigh(x)
     largest = values[..., -1:]
     roots = jnp.where(largest > 0, jnp.maximum(values, eps * largest) ** -0.25, 0.0)
     roots = jnp.where(jnp.isnan(largest), jnp.nan, roots)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from repro.decompositions import eigh, qr
 from repro.errors import ReproError
 from repro.optim.adamw import Decay, adamw, decayed
 from repro.optim.finite import check_adam, check_range
@@ -59,7 +60,7 @@ def scale_by_soap(
 
     def started(g: jax.Array, block: Block) -> tuple[jax.Array, Block]:
         rows, columns = (1 - b2) * times(g, turned(g)), (1 - b2) * times(turned(g), g)
-        bases = jnp.linalg.eigh(rows)[1], jnp.linalg.eigh(columns)[1]
+        bases = eigh(rows)[1], eigh(columns)[1]
         return jnp.zeros_like(g), Block(block.mu, block.nu, rows, columns, *bases)
 
     def stepped(g: jax.Array, block: Block, step: jax.Array) -> tuple[jax.Array, Block]:
@@ -73,7 +74,7 @@ def scale_by_soap(
         columns = b2 * block.columns + (1 - b2) * times(turned(g), g)
         bases = jax.lax.cond(
             step % refresh == 0,
-            lambda: (jnp.linalg.qr(times(rows, left))[0], jnp.linalg.qr(times(columns, right))[0]),
+            lambda: (qr(times(rows, left))[0], qr(times(columns, right))[0]),
             lambda: (left, right),
         )
         return u, Block(mu, nu, rows, columns, *bases)

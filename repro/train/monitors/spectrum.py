@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from repro.decompositions import eigvalsh
 from repro.models import ModelConfig
 from repro.optim.adafactor import matrix_layout
 from repro.optim.layout import Layout, matched, to_matrices
@@ -42,7 +43,7 @@ def singular_squares(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     unit = jnp.where(usable[..., None, None], w / jnp.where(usable, norm, 1.0)[..., None, None], 0.0)
     wide = _wide(unit)
     gram = jnp.matmul(wide, jnp.swapaxes(wide, -1, -2), precision="highest")
-    squares = jnp.maximum(jnp.linalg.eigvalsh(gram), 0.0)
+    squares = jnp.maximum(eigvalsh(gram), 0.0)
     return jnp.where(jnp.isfinite(norm)[..., None], squares, jnp.nan), norm
 
 
