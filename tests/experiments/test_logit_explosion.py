@@ -14,11 +14,12 @@ import pytest
 
 import repro
 from repro import catalogue
-from repro.claims import Run, Runs, decide, decide_all, gather
+from repro.claims import Cell, Run, Runs, decide, decide_all, gather
 from repro.claims.runs import parse_place
+from repro.data import load_corpus
 from repro.models import SIZES
+from repro.runner import Job
 from repro.train import Numbers, Program
-from repro.train.job import identity
 
 ROOT = Path(repro.__file__).parents[1]
 EXPERIMENT = catalogue.load("logit-explosion")
@@ -250,19 +251,20 @@ def test_the_step_of_the_gpu_preset_has_shapes():
 
 
 def test_a_job_is_named_by_everything_it_depends_on():
-    from repro.data import load_corpus
-    from repro.train import Lane
-
+    """What a checkpoint depends on is tested in tests/train/test_resume.py."""
     corpus, config = load_corpus("kjv"), CPU.config("xs")
-    lane = Lane(config.numbers(), 0)
+    cell = Cell("adamw", "xs", 0.01, "best", "test", (0,))
+    lane = (cell, config, 0)
+
+    def name(*lanes, corpus=corpus):
+        return Job(config, lanes).key(corpus)
+
     names = {
-        identity(config, [lane], corpus), identity(config, [lane, lane], corpus),
-        identity(config, [dataclasses.replace(lane, seed=1)], corpus),
-        identity(dataclasses.replace(config, steps=7), [lane], corpus),
-        identity(config, [dataclasses.replace(lane, numbers=lane.numbers._replace(tau=1.0))], corpus),
-        identity(config, [lane], dataclasses.replace(corpus, sha256="other")),
+        name(lane), name(lane, lane), name((cell, config, 1)), name((cell, dataclasses.replace(config, steps=7), 0)),
+        name((cell, dataclasses.replace(config, tau=1.0), 0)), name((dataclasses.replace(cell, arm="muon"), config, 0)),
+        name(lane, corpus=dataclasses.replace(corpus, sha256="other")),
     }  # fmt: skip
-    assert len(names) == 6
+    assert len(names) == 7 and name(lane) in names
 
 
 @pytest.mark.slow
