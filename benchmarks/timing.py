@@ -42,12 +42,19 @@ def spread(values: Sequence[float], unit: str = "", scale: float = 1.0, digits: 
     return f"{shown[0]}{unit and ' ' + unit} ({shown[1]} to {shown[2]})"
 
 
-def judged(label: str, values: Sequence[float], *, at_most: float | None = None, at_least: float | None = None) -> str:
+def judged(
+    label: str,
+    values: Sequence[float],
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+    digits: int = 2,
+) -> str:
     """One line: the ratio, and whether its median meets the target."""
     middle = statistics.median(values)
     met = middle <= at_most if at_most is not None else middle >= at_least
     target = f"at most {at_most:g}" if at_most is not None else f"at least {at_least:g}"
-    return f"{label}: {spread(values)}; target {target}: {'met' if met else 'missed'}"
+    return f"{label}: {spread(values, digits=digits)}; target {target}: {'met' if met else 'missed'}"
 
 
 def machine() -> str:
