@@ -7,14 +7,17 @@ as there are between two measurements of the dear monitors, so it holds one. Nam
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from step_variants import compare
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before SciPy is imported, as the command `repro` does
 
-from repro.train import Program, TrainConfig, TrainState, at_size
-from repro.train.monitors import MonitorConfig
+import jax  # noqa: E402
+from step_variants import compare  # noqa: E402
+
+from repro.train import Program, TrainConfig, TrainState, at_size  # noqa: E402
+from repro.train.monitors import MonitorConfig  # noqa: E402
 
 INTERVAL = 50
 TARGETS = {"default": 1.05, "all": 1.15}
