@@ -296,3 +296,9 @@ def test_words_stand_out_from_the_page_in_both_schemes():
             for paper in ("paper", "soft"):
                 assert contrast(scheme[ink], scheme[paper]) >= 4.5, (ink, paper)
         assert contrast(scheme["focus"], scheme["paper"]) >= 3 and contrast(scheme["ink"], scheme["warn"]) >= 4.5
+
+
+def test_a_claim_whose_numbers_no_figure_shows_has_the_figures_of_its_run(tmp_path):
+    build_site([RESULTS / "weight-decay-cpu"], tmp_path / "site")
+    page = _Page(tmp_path / "site" / "claims" / "O-1.html")
+    assert 0 < sum("data-figure" in attrs for _, attrs in page.elements) <= 4

@@ -25,10 +25,11 @@ from repro.report.site.definitions import definitions
 from repro.report.site.load import Result, conflicts, key, load_results
 from repro.report.site.plot import Plot
 from repro.report.site.spec_plots import plots
-from repro.report.specs import Effects
+from repro.report.specs import Effects, Heatmap
 from repro.report.summary import summarise
 
 NOT_RUN = "not run"
+MOST_CONTEXT = 4
 MARKER = "evidence-pages.txt"
 
 
@@ -237,6 +238,10 @@ class _Site:
             *claim_plots.by_step(result, verdicts),
             *claim_plots.of_experiment(result, verdicts),
         ]
+        if not found and result.experiment is not None:
+            # A rule may read what no figure shows, such as a slope; then the run's own first figures give the picture.
+            drawn = (spec for spec in result.experiment.figures if not isinstance(spec, Effects | Heatmap))
+            found = [plot for spec in drawn for plot in _plots_that_can_be_drawn(spec, result)][:MOST_CONTEXT]
         arms = _arms(result, items)
         return {
             "result": result, "items": items, "plots": self._save_plots(f"{id}-{result.slug}", found),
