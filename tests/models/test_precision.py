@@ -1,6 +1,7 @@
 """Policies of the linear layers: which products follow them, and what stays as it is."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +23,26 @@ def config(precision: str) -> ModelConfig:
     return dataclasses.replace(PLAIN, precision=precision)
 
 
-def results(precision: str, key=None):
+@functools.cache
+def start():
+    """Parameters, which no precision changes."""
+    return jax.jit(init_and_apply(PLAIN)[0])(jax.random.key(0))
+
+
+@functools.cache
+def results(precision: str):
     """Logits, and the gradient of a loss that depends on all of them."""
-    init, apply = init_and_apply(config(precision))
-    params = init_and_apply(PLAIN)[0](jax.random.key(0))
+    _, apply = init_and_apply(config(precision))
 
     def loss(params):
-        logits = apply(params, TOKENS, key=key).logits
+        logits = apply(params, TOKENS).logits
         return jnp.sin(logits).sum(), logits
 
-    (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    (_, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start())
     return np.asarray(logits), jax.tree.map(np.asarray, grads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain():
     return results("plain")
 
@@ -58,19 +65,16 @@ def test_what_is_stored_has_its_format_and_a_straight_gradient():
         np.testing.assert_array_equal(gradient, np.full_like(table, 3))
 
 
-def test_gains_are_quantised_where_the_norm_role_says_so(plain):
+def test_gains_are_quantised_where_the_norm_role_says_so():
     """Gains of 0.97 all become 0.875, the largest E4M3 value below 1, so logits are those of a model with 0.875."""
-    logits = {}
-    for precision, gain in (("norm=mxfp8", 0.97), ("plain", 0.875), ("plain", 0.97)):
-        init, apply = init_and_apply(config(precision))
-        params = init(jax.random.key(0))
-        gains = {
-            n: jax.tree.map(lambda g, v=gain: jnp.full_like(g, v), params["blocks"][n])
-            for n in ("attention_norm", "ffn_norm")
-        }
-        params = {**params, "blocks": {**params["blocks"], **gains}}
-        params["final_norm"] = jax.tree.map(lambda g, v=gain: jnp.full_like(g, v), params["final_norm"])
-        logits[precision, gain] = np.asarray(apply(params, TOKENS).logits)
+    logits, params = {}, start()
+    for precision, gains in (("norm=mxfp8", (0.97,)), ("plain", (0.875, 0.97))):
+        apply = jax.jit(init_and_apply(config(precision))[1])
+        for gain in gains:
+            full = lambda norm, gain=gain: jax.tree.map(lambda g: np.full_like(g, gain), norm)
+            own = {n: full(params["blocks"][n]) for n in ("attention_norm", "ffn_norm")}
+            changed = {**params, "blocks": {**params["blocks"], **own}, "final_norm": full(params["final_norm"])}
+            logits[precision, gain] = np.asarray(apply(changed, TOKENS).logits)
     np.testing.assert_allclose(logits["norm=mxfp8", 0.97], logits["plain", 0.875], rtol=1e-5, atol=1e-6)
     assert np.abs(logits["plain", 0.97] - logits["plain", 0.875]).max() > 0.01
 
@@ -89,27 +93,27 @@ def test_a_policy_of_the_backward_pass_leaves_the_forward_pass_alone(plain):
     assert np.abs(grads["embedding_ZD"] - plain[1]["embedding_ZD"]).max() > 1e-3
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def noisy():
     """Gradients of a model with noise in one role, as a compiled function of parameters and key."""
-    init, apply = init_and_apply(config("ffn=nvfp4"))
+    _, apply = init_and_apply(config("ffn=nvfp4"))
     loss = lambda params, key: jnp.sin(apply(params, TOKENS, key=key).logits).sum()
-    return init(jax.random.key(0)), jax.jit(jax.grad(loss)), loss
+    return start(), jax.jit(jax.grad(loss)), loss
 
 
-def test_noise_needs_a_key_and_follows_it(noisy):
-    params, gradient, loss = noisy
+def test_noise_needs_a_key_and_follows_it():
+    params, gradient, loss = noisy()
     one, again, other = (gradient(params, jax.random.key(k)) for k in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, one, again)
-    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), one, other)))
+    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), one, other)))
     with pytest.raises(ReproError, match="key="):
         loss(params, None)
 
 
-def test_layers_draw_noise_of_their_own(noisy):
+def test_layers_draw_noise_of_their_own():
     """Two layers with equal weights and inputs round differently: the key is folded with the layer."""
-    params, gradient, _ = noisy
-    params = {**params, "blocks": jax.tree.map(lambda w: jnp.stack([w[0], w[0]]), params["blocks"])}
+    params, gradient, _ = noisy()
+    params = {**params, "blocks": jax.tree.map(lambda w: np.stack([w[0], w[0]]), params["blocks"])}
     # Without a residual contribution both layers see the same input and the same gradient.
     params["blocks"]["ffn"]["down_FD"] *= 0
     params["blocks"]["attention"]["o_HVD"] *= 0
