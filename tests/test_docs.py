@@ -9,7 +9,7 @@ from repro.cli import main
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_of_a_new_claim_is_short_and_runs(tmp_path, monkeypatch, capsys):
+def test_the_example_of_a_new_claim_is_short_and_runs(tmp_path, monkeypatch, capsys, quick_compile):
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "add-a-claim.md").read_text(), re.S)[1]
     assert len(code.splitlines()) < 60
     (tmp_path / "experiments").mkdir()
@@ -21,7 +21,7 @@ def test_the_example_of_a_new_claim_is_short_and_runs(tmp_path, monkeypatch, cap
     assert main(["verdict", "runs/decay-and-logits-smoke", "--check"]) == 0
 
 
-def test_the_example_that_only_computes_is_short_and_runs(tmp_path, monkeypatch, capsys):
+def test_the_example_that_only_computes_is_short_and_runs(tmp_path, monkeypatch, capsys, quick_compile):
     code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add-a-claim.md").read_text(), re.S)[1]
     assert len(code.splitlines()) < 40
     (tmp_path / "experiments").mkdir()
