@@ -179,7 +179,9 @@ FIGURES = (
 _TRAIN = HeadsConfig(steps=300, eval_windows=256, optim=OptimizerConfig(schedule="hybrid10", rms=0.18))
 _CPU = HeadsPreset(train=_TRAIN, sizes=("w32", "xs"), rates=(0.01,))
 PRESETS = {
-    "smoke": dataclasses.replace(_CPU.quick_look(), square=False, tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)),
+    "smoke": dataclasses.replace(
+        _CPU.quick_look(), square=False, tuning_rates=(0.01, 0.02), tuning_limit=2, tuning_seeds=(1000,)
+    ),
     "cpu": _CPU,
 }
 
