@@ -87,7 +87,9 @@ def test_metrics_are_written_once_each_and_removed_with_the_last_that_names_them
 
 
 def every_file(folder, step):
-    return sorted(p for p in [*(folder / str(step)).rglob("*"), *(folder / "curves").glob(f"*-{step}-*")] if p.is_file())
+    return sorted(
+        p for p in [*(folder / str(step)).rglob("*"), *(folder / "curves").glob(f"*-{step}-*")] if p.is_file()
+    )
 
 
 def flip(path):
