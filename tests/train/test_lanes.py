@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from repro.train import compiled as programs
 from repro.data import Corpus
 from repro.errors import ReproError
 from repro.train import Lane, Numbers, Program, lane_mesh, prepare, train
+from repro.train import compiled as programs
 from repro.train.mesh import Seats
 
 A = Lane(Numbers(0.02, 0.0, 2.0, 0.0), 3)

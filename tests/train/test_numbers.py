@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from repro.errors import ReproError
-from repro.models import SIZES, ModelConfig
+from repro.models import SIZES, ModelConfig, MoEConfig
 from repro.models.config import QKNorm
 from repro.train import NUMERIC, JobResult, TrainConfig, at_size, summarise, with_settings
 from repro.train.compiled import chunk_length
+from repro.train.monitors import MonitorConfig
 from repro.train.optimizer import OptimizerConfig
 from repro.train.schedule import fraction
 from repro.train.summary import tail
@@ -82,8 +83,10 @@ def test_structure_leaves_out_the_numbers_and_nothing_else():
     values = {
         "model": ModelConfig(layers=1), "length": 8, "batch_size": 2, "steps": 5, "optimizer": "adamw", "warmup": 0.5,
         "optim": OptimizerConfig(rms=0.1), "schedule": "constant", "final_fraction": 0.0, "decay": "independent", "eval_windows": 3, "weights": "bf16",
+        "monitors": MonitorConfig(("gradient",)), "guards": ("when loss > 9 then skip",), "routing_lag": 2,
     }  # fmt: skip
     assert set(values) == others
+    config = TrainConfig(model=ModelConfig(moe=MoEConfig(experts=4, active=2, ffn=8)))
     for name, value in values.items():
         assert dataclasses.replace(config, **{name: value}).structure() != config.structure()
 

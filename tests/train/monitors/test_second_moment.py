@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -9,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.second_moment_lag import rms_of
+from repro import catalogue
 from repro.optim import Layout
 from repro.train import Numbers, TrainConfig
 from repro.train.monitors import MONITORS, MonitorConfig
 from repro.train.optimizer import OptimizerConfig, build
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+
+catalogue.load("second-moment-lag")
+rms_of = sys.modules["repro.experiments.second_moment_lag"].rms_of
 
 LAYOUTS = {"gain": Layout("norm", layer=0), "w": Layout("matrix", inputs=(1,), outputs=(2,), layer=0)}
 SHAPES = {"gain": (2, 3), "w": (2, 3, 4)}
