@@ -344,11 +344,5 @@ def _train_job(
 def _placed(job: Job, event: dict[str, Any]) -> dict[str, Any]:
     """An event with the run that it belongs to in place of the lane."""
     cell, _, seed = job.lanes[event["lane"]]
-    return {
-        "arm": cell.arm,
-        "size": cell.size,
-        "point": cell.point,
-        "phase": cell.phase,
-        "rate": cell.rate,
-        "seed": seed,
-    } | {name: value for name, value in event.items() if name != "lane"}
+    run = {key: seed if key == "seed" else getattr(cell, key) for key in KEYS}
+    return run | {name: value for name, value in event.items() if name != "lane"}

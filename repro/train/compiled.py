@@ -40,6 +40,16 @@ def validation_shape(config: TrainConfig) -> tuple[int, int]:
     return min(_MONITORED_WINDOWS, config.eval_windows), config.length + 1
 
 
+def step_inputs(config: TrainConfig, token_type: Any) -> tuple[Any, ...]:
+    """Shapes of what a step of one run takes beside its state."""
+    window = jax.ShapeDtypeStruct((config.batch_size, config.length + 1), token_type)
+    numbers = config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(config.numeric))
+    if not config.monitors.chosen(dear=True):
+        return window, numbers
+    watched = jax.ShapeDtypeStruct(validation_shape(config), token_type)
+    return window, numbers, Periodic(jax.ShapeDtypeStruct((), bool), watched)
+
+
 def steps_per_chunk(config: TrainConfig, mesh: jax.sharding.Mesh) -> int:
     return chunk_length(config.steps, _STEPS_BATCHED if batched(mesh) else _STEPS_ONE_BY_ONE)
 
@@ -124,13 +134,8 @@ class Compiled:
         """SHA-256 of the StableHLO of one step of one run, without places in source files: the same in every process
         and for any number of runs and devices."""
         of_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-        window = jax.ShapeDtypeStruct((self._config.batch_size, self._config.length + 1), self._token_type)
-        numbers = self._config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(self._config.numeric))
-        periodic = ()
-        if self._config.monitors.chosen(dear=True):
-            watched = jax.ShapeDtypeStruct(validation_shape(self._config), self._token_type)
-            periodic = (Periodic(jax.ShapeDtypeStruct((), bool), watched),)
-        traced = jax.jit(self.program.step).trace(of_one(self.state), window, numbers, *periodic)
+        inputs = step_inputs(self._config, self._token_type)
+        traced = jax.jit(self.program.step).trace(of_one(self.state), *inputs)
         text = traced.lower(lowering_platforms=(self._mesh.devices.flat[0].platform,)).as_text()
         optimised = not jax.config.read("jax_disable_most_optimizations")  # the one flag that the text does not show
         return hashlib.sha256(f"{optimised} {text}".encode()).hexdigest()

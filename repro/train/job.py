@@ -12,7 +12,7 @@ import numpy as np
 
 from repro.data import Corpus
 from repro.errors import ReproError
-from repro.train.compiled import compiled, validation_shape
+from repro.train.compiled import compiled, step_inputs, validation_shape
 from repro.train.config import TrainConfig
 from repro.train.guards import check_signals
 from repro.train.mesh import Seats, place
@@ -46,14 +46,8 @@ def check_corpus(config: TrainConfig, corpus: Corpus) -> None:
 def signals(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Name and shape of every metric of a step."""
     program = config.program_class()(config)
-    window = jax.ShapeDtypeStruct((config.batch_size, config.length + 1), np.int32)
-    numbers = config.numbers_type()(*[jax.ShapeDtypeStruct((), np.float32)] * len(config.numeric))
     state = jax.eval_shape(program.init, jax.ShapeDtypeStruct((), np.uint32))
-    if not config.monitors.chosen(dear=True):
-        return jax.eval_shape(program.step, state, window, numbers)[1]
-    watched = jax.ShapeDtypeStruct(validation_shape(config), np.int32)
-    periodic = Periodic(jax.ShapeDtypeStruct((), bool), watched)
-    return jax.eval_shape(program.step, state, window, numbers, periodic)[1]
+    return jax.eval_shape(program.step, state, *step_inputs(config, np.int32))[1]
 
 
 class Job:

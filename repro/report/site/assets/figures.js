@@ -4,7 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const figures = window.reproFigures || {};
   const drawn = new Set();
-  const source = document.currentScript.dataset.library;
+  const source = document.currentScript.dataset.plotly;
   let printing = false;
 
   const copy = (value) => JSON.parse(JSON.stringify(value));
