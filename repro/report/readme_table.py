@@ -92,8 +92,8 @@ def _experiment_cell(folder: Path, experiment: str, preset: str) -> str:
 
 
 def renew(readme: Path, results: Path, *, check: bool) -> None:
-    """Puts the table of all stored results into a README. With `check` nothing is written, and `ReproError` says if it is
-    out of date."""
+    """Puts the table of all stored results into a README. With `check` nothing is written, and `ReproError` says if it
+    is out of date."""
     folders = sorted(path.parent for path in results.glob("*/verdict.json"))
     text = readme.read_text(encoding="utf-8")
     fresh = replace_between_markers(text, claims_markdown(folders))

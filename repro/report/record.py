@@ -35,15 +35,29 @@ KEYS = ("arm", "size", "point", "phase", "rate", "seed")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as strict, indented JSON; NaN and infinities become strings."""
-    write_atomically(path, (json.dumps(plain(value), indent=1, allow_nan=False) + "\n").encode())
+    """`value` as strict JSON, one line per entry of its first two levels; NaN and infinities become strings."""
+    write_atomically(path, (_lines(plain(value)) + "\n").encode())
 
 
-def write_table(path: Path, table: pl.DataFrame) -> None:
+def _lines(value: Any, indent: str = "", levels: int = 2) -> str:
+    """JSON with a line for every entry of some levels. Files of every digit on its own line would be twice as large."""
+    if not levels or not isinstance(value, dict | list) or not value:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    deeper = indent + " "
+    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
+    items = value.values() if isinstance(value, dict) else value
+    parts = (f"{deeper}{name}{_lines(item, deeper, levels - 1)}" for name, item in zip(names, items, strict=True))
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n" + ",\n".join(parts) + f"\n{indent}{closing}"
+
+
+def write_table(path: Path, table: pl.DataFrame, *, small: bool = False) -> None:
+    """A Parquet file; `small` takes longer, and leaves out statistics that only a query over many files would use."""
     import io
 
     buffer = io.BytesIO()
-    table.write_parquet(buffer, compression="zstd")
+    more = {"compression_level": 19, "statistics": False} if small else {}
+    table.write_parquet(buffer, compression="zstd", **more)
     write_atomically(path, buffer.getvalue())
 
 

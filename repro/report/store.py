@@ -1,49 +1,74 @@
-"""From a run folder to a small one that can be committed: every scalar that a criterion reads, and thinned curves."""
+"""From a run folder to a small one that can be committed: every scalar in full, thinned curves, and no repetition."""
 
 from __future__ import annotations
 
-import io
-import shutil
+import re
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
-from PIL import Image
 
-from repro.report.record import KEYS, SEALED, RunFolder, sha256, write_atomically, write_table
+from repro import catalogue
+from repro.claims import All, Criterion
+from repro.errors import ReproError
+from repro.report.ledger_tables import fold
+from repro.report.picture import small_picture
+from repro.report.record import KEYS, RunFolder, sha256, write_atomically, write_json, write_table
+from repro.report.specs import Curve, Effects
 
 POINTS = 41
 BITS = 12
-COLOURS = 128
-RULE = f"test runs; every k-th recorded step and the last, at most {POINTS} a run; {BITS} significant bits; no lists"
+RULE = (
+    "test runs; metrics that a rule, a control or a figure over steps reads; every k-th recorded step and the last, at "
+    f"most {POINTS} a run; {BITS} significant bits; no lists"
+)
+_REPEATED = ("Test runs", "What was computed", "What was run", "Ledgers")
+_NOTE = """## Not in this copy
+
+The tables of all runs, the settings, the ledgers, and the effects of single seeds with their figure: `runs.parquet`,
+`run.json` and `verdict.json` hold them. `repro report` with this folder writes this page again with them, and the
+evidence pages (`repro report --out DIR`) show them.
+"""
 
 
 def store(run: Path, out: Path | None = None) -> None:
-    """Copies a finished run to `out` without event files, its curves thinned and its figures in few colours. Without
-    `out` the folder itself is replaced; thinning it again changes nothing.
+    """Copies a finished run to `out` without event files and without what can be written again from the rest, its
+    curves thinned and its figures in few pixels and colours. Without `out` the folder itself is replaced; doing that
+    again changes nothing.
 
-    `runs.parquet` and `run.json` keep their bytes, so the verdicts derived from `out` are the same. `verdict.json`
+    `runs.parquet` and `run.json` keep all their values, so the verdicts derived from `out` are the same. `verdict.json`
     says under `thinned` by what rule the curves were thinned, and the SHA-256 of the table that they are from.
     Raises `ReproError` if `run` is not a finished, unedited run folder, or `out` is not empty.
     """
     source = RunFolder(run)
-    _, verdict, _ = source.sealed()
+    record, verdict, _ = source.sealed()
     if out is None:
         with tempfile.TemporaryDirectory(prefix=f".{source.path.name}-", dir=source.path.parent) as beside:
             target = RunFolder(Path(beside) / "thin")
-            _copy(source, verdict, target)
-            for path in sorted(target.path.rglob("*")):
-                if path.is_file():
-                    write_atomically(source.path / path.relative_to(target.path), path.read_bytes())
+            _copy(source, record, verdict, target)
+            kept = {path.relative_to(target.path) for path in target.path.rglob("*") if path.is_file()}
+            for name in sorted(kept):
+                write_atomically(source.path / name, (target.path / name).read_bytes())
+            for figure in (source.path / "figures").glob("*"):
+                if figure.relative_to(source.path) not in kept:
+                    figure.unlink()
         return
-    _copy(source, verdict, RunFolder.create(out))
+    _copy(source, record, verdict, RunFolder.create(out))
 
 
-def thin(curves: pl.DataFrame) -> pl.DataFrame:
-    """The curves of the test runs, by the rule that `RULE` states; NaN and infinities stay."""
-    lists = [name for name, kind in curves.schema.items() if kind.is_nested()]
-    rows = curves.drop(lists).filter(pl.col("phase") == "test")
+def thin(curves: pl.DataFrame, metrics: Collection[str] | None = None) -> pl.DataFrame:
+    """The curves of the test runs, by the rule that `RULE` states; NaN and infinities stay. `metrics` are those to
+    keep, None for all."""
+    fixed = (*KEYS, "step")
+    gone = [
+        name
+        for name, kind in curves.schema.items()
+        if name not in fixed and (kind.is_nested() or (metrics is not None and name not in metrics))
+    ]
+    rows = curves.drop(gone).filter(pl.col("phase") == "test")
     run = [pl.col(name).fill_null("") if curves.schema[name] == pl.String else pl.col(name) for name in KEYS]
     place, last = pl.int_range(pl.len()).over(run), pl.len().over(run) - 1
     k = (last + POINTS - 2) // (POINTS - 1)
@@ -63,36 +88,60 @@ def round_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x) & np.isfinite(coarse), coarse, x)
 
 
-def few_colours(png: bytes) -> bytes:
-    """The picture in its `COLOURS` most frequent colours, others by the nearest of them, if that makes it smaller."""
-    image = Image.open(io.BytesIO(png))
-    if image.mode == "P":
-        return png
-    image = image.convert("RGB")
-    counted = sorted(image.getcolors(image.width * image.height), reverse=True)[:COLOURS]
-    # An adaptive palette would shift the colours of lines, which are few pixels, and those are the arms.
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([part for _, colour in counted for part in colour] + [*counted[0][1]] * (256 - len(counted)))
-    buffer = io.BytesIO()
-    image.quantize(palette=palette, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
-    return min(png, buffer.getvalue(), key=len)
+def short_report(report: str, figures: Collection[str] = ()) -> str:
+    """A report without the sections and tables that only repeat the files beside it, and without these figures."""
+    parts = re.split(r"(?m)^(?=## )", report)
+    kept = [part for part in parts if part.removeprefix("## ").split("\n")[0] not in _REPEATED]
+    text = "".join(part for part in kept if not part.startswith(_NOTE.split("\n")[0]))
+    for name in figures:
+        text = re.sub(rf"!\[[^\n]*\]\([^\n]*figures/{re.escape(name)}\.png\)\n\n[^\n]*\n\n?", "", text)
+    text = re.sub(r"(?m)^\|( seed -?\d+ \|)+\n\|[-| ]+\n\|[^\n]*\n\n?", "", text)
+    if text == report:
+        return report
+    before, again, after = text.rstrip("\n").partition("## To run it again")
+    return f"{before.rstrip()}\n\n{_NOTE}\n{again}{after}".rstrip("\n") + "\n"
 
 
-def _copy(source: RunFolder, verdict: dict, target: RunFolder) -> None:
+def _copy(source: RunFolder, record: dict[str, Any], verdict: dict[str, Any], target: RunFolder) -> None:
+    shown, redrawn = _shown(record, source.path)
     table = pl.read_parquet(source.path / "metrics.parquet")
-    fewer = thin(table)
+    fewer = thin(table, shown)
     target.path.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in verdict.items() if name not in ("schema", "files")}
     if len(table) and not fewer.equals(table):
-        write_table(target.path / "metrics.parquet", fewer)
         # A folder of an earlier version says in one sentence under `curves` how it was thinned first.
         first = [{"rule": kept.pop("curves"), "from_sha256": None}] if "curves" in kept else kept.get("thinned", [])
         kept["thinned"] = [*first, {"rule": RULE, "from_sha256": sha256(source.path / "metrics.parquet")}]
-    else:
-        shutil.copy(source.path / "metrics.parquet", target.path)
-    for name in (*(name for name in SEALED if name != "metrics.parquet"), "report.md"):
-        shutil.copy(source.path / name, target.path / name)
+    write_table(target.path / "metrics.parquet", fewer if len(table) else table, small=True)
+    write_table(target.path / "runs.parquet", pl.read_parquet(source.path / "runs.parquet"), small=True)
+    folded = {"ledgers_by_arm": fold(record)} if "ledgers_by_arm" in record else {}
+    write_json(target.path / "run.json", record | folded)
+    report = (source.path / "report.md").read_text(encoding="utf-8")
+    write_atomically(target.path / "report.md", short_report(report, redrawn).encode())
     for figure in sorted((source.path / "figures").glob("*")):
-        data = figure.read_bytes()
-        write_atomically(target.path / "figures" / figure.name, few_colours(data) if figure.suffix == ".png" else data)
+        if figure.stem not in redrawn:
+            data = figure.read_bytes()
+            data = small_picture(data) if figure.suffix == ".png" else data
+            write_atomically(target.path / "figures" / figure.name, data)
     target.seal(kept)
+
+
+def _shown(record: dict[str, Any], path: Path) -> tuple[set[str] | None, set[str]]:
+    """The metrics whose curves the pages show, None for all where this installation does not have the experiment or its
+    settings, and the names of figures whose every number `verdict.json` holds."""
+    name = str(record.get("experiment", ""))
+    if name.replace("_", "-") not in catalogue.modules():
+        return None, set()
+    experiment = catalogue.load(name)
+    redrawn = {spec.name for spec in experiment.figures if isinstance(spec, Effects)}
+    try:
+        claims = experiment.claims_for(catalogue.stored_preset(experiment, record, path))
+    except ReproError:
+        return None, redrawn
+    rules = [rule for claim in claims if claim.criterion for rule in (claim.criterion, claim.control.criterion)]
+    read = {part.metric for rule in rules for part in _parts(rule)}
+    return read | {spec.metric for spec in experiment.figures if isinstance(spec, Curve)}, redrawn
+
+
+def _parts(rule: Criterion) -> list[Criterion]:
+    return [part for inner in rule.criteria for part in _parts(inner)] if isinstance(rule, All) else [rule]

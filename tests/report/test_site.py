@@ -39,7 +39,7 @@ class _Page(html.parser.HTMLParser):
         if "id" in attrs:
             assert attrs["id"] not in self.ids, attrs["id"]
             self.ids.add(attrs["id"])
-        self.links += [attrs[name] for name in ("href", "src") if attrs.get(name)]
+        self.links += [attrs[name] for name in ("href", "src", "data-src") if attrs.get(name)]
 
 
 @pytest.fixture(scope="module")
@@ -132,22 +132,32 @@ def test_two_rules_for_one_claim_are_shown_side_by_side(site, tmp_path):
     out, _ = site
     page = (out / "claims" / "K2-1.html").read_text()
     assert page.count("The results are not merged.") == 2 and "ffffffffffff" in page and "ssssssssssss" in page
-    assert "Conflicts of rules" in (out / "index.html").read_text()
+    assert "Conflicts of rules" in (out / "index.html").read_text() and "conflict of rules" in page
     same = [make_run(tmp_path / name) for name in ("one", "two")]
     assert conflicts(load_results(same)) == {}
     assert list(conflicts(load_results(conflicting(tmp_path)))) == [("K2-1 (made up)", "elsewhere")]
 
 
-def test_a_conflict_says_whether_the_criterion_is_the_same(tmp_path):
+def test_a_conflict_says_whether_the_rules_differ_or_only_the_presets(tmp_path):
     folders = [RESULTS / f"second-moment-lag-{preset}" for preset in ("cpu", "cpu-sizes")]
     results = load_results(folders)
     found = conflicts(results)
     assert ("O-2 (memory)", "second-moment-lag") in found
     (verdict,) = (verdict for verdict in results[0].verdicts if verdict.variant == "memory")
     judged = Judged(results[0], verdict, tuple(results))
-    assert judged.same_criterion
-    other = dataclasses.replace(results[1], claims={})
-    assert not Judged(results[0], verdict, (results[0], other)).same_criterion
+    assert judged.one_rule and "widths is 64 (cpu) and 16, 256 (cpu-sizes)" in judged.why
+    build_site(folders, tmp_path / "site")
+    page = (tmp_path / "site" / "claims" / "O-2.html").read_text()
+    assert "conflict of presets" in page and "conflict of rules" not in page and "The results are not merged." in page
+
+    claim = results[1].claims["O-2 (memory)"]
+    stricter = dataclasses.replace(claim, criterion=dataclasses.replace(claim.criterion, value=1.0))
+    rule = dataclasses.replace(results[1], claims=results[1].claims | {"O-2 (memory)": stricter})
+    changed = dataclasses.replace(results[1], rule_now="1" * 64)
+    unknown = dataclasses.replace(results[1], claims={})
+    for other, said in ((rule, "The rules differ. cpu: "), (changed, "cannot say"), (unknown, "cannot say")):
+        judged = Judged(results[0], verdict, (results[0], other))
+        assert not judged.one_rule and said in judged.why
 
 
 def test_a_rule_that_changed_after_the_data_is_named(tmp_path):

@@ -11,8 +11,10 @@ from PIL import Image
 
 from repro.claims import Run, Runs
 from repro.errors import ReproError
+from repro.report.ledger_tables import fold, ledgers_by_arm
+from repro.report.picture import COLOURS, PIXELS, small_picture
 from repro.report.record import RunFolder, sha256, write_json
-from repro.report.store import BITS, COLOURS, POINTS, few_colours, round_bits, store, thin
+from repro.report.store import BITS, POINTS, round_bits, short_report, store, thin
 
 
 def _png():
@@ -45,8 +47,8 @@ def run(tmp_path):
 def test_scalars_are_whole_and_curves_thinned(run, tmp_path):
     store(run, tmp_path / "out")
     _, verdict, _ = RunFolder(tmp_path / "out").sealed()
-    for name in ("runs.parquet", "run.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (run / name).read_bytes()
+    assert pl.read_parquet(tmp_path / "out" / "runs.parquet").equals(pl.read_parquet(run / "runs.parquet"))
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == json.loads((run / "run.json").read_text())
     (thinned,) = verdict["thinned"]
     assert "every k-th recorded step and the last" in thinned["rule"]
     assert thinned["from_sha256"] == sha256(run / "metrics.parquet")
@@ -99,19 +101,103 @@ def test_nulls_stay_nulls():
     assert kept[0] is None and kept[1] == 1 and np.isnan(kept[2])
 
 
-def test_figures_have_few_colours():
-    small = few_colours(_png())
-    assert len(small) < len(_png()) and len(Image.open(io.BytesIO(small)).getcolors()) <= COLOURS
-    assert few_colours(small) == small
+def test_only_metrics_that_a_rule_or_a_figure_over_steps_reads_are_kept():
+    curves = _curves(3).with_columns(pl.lit(1.0).alias("max_logit"), pl.lit(2.0).alias("unread"))
+    assert thin(curves, {"loss", "max_logit"}).columns == [*_curves(3).columns, "max_logit"]
+    assert "unread" in thin(curves).columns
 
 
-def test_the_colour_of_a_thin_line_is_exact():
-    pixels = np.full((200, 200, 3), 255, np.uint8)
-    pixels[:100] = np.indices((100, 200)).sum(0)[..., None] % 256
-    pixels[150] = (213, 94, 0)
+@pytest.mark.parametrize("own", [{"rate": "1"}, {"rate": "2", "clip": "off"}, {"clip": "on"}, {}])
+def test_ledgers_of_arms_are_whole_again(own):
+    usual = {
+        "N6": {"title": "update", "rows": {"rate": "1", "clip": "off"}},
+        "N7": {"title": "shape", "rows": {"D": 8}},
+    }
+    by_arm = {"a": usual, "b": {"N6": {"title": "update", "rows": own}, "N7": usual["N7"]}}
+    record = {"ledgers": usual, "ledgers_by_arm": by_arm}
+    folded = record | {"ledgers_by_arm": fold(record)}
+    assert folded["ledgers_by_arm"]["a"] == {} and len(json.dumps(folded)) < len(json.dumps(record))
+    assert ledgers_by_arm(folded) == ledgers_by_arm(record) == by_arm
+    assert fold(folded) == folded["ledgers_by_arm"]
+
+
+REPORT = """# Title
+
+Preset cpu.
+
+## Figures
+
+![Loss](figures/loss.png)
+
+Loss: by step.
+
+![Effects](figures/effects.png)
+
+Effects: diamonds.
+
+## Claim by claim
+
+### K2-1: supported
+
+- **Reason**: such.
+
+| seed 100 | seed 101 |
+| --- | --- |
+| 1 | 2 |
+
+## Test runs
+
+| arm | loss |
+| --- | --- |
+| a | 1 |
+
+## What was run
+
+| setting | value |
+| --- | --- |
+| steps | 3 |
+
+## To run it again
+
+```
+repro run x
+```
+"""
+
+
+def test_a_report_loses_only_what_the_files_beside_it_hold():
+    short = short_report(REPORT, ["effects"])
+    for gone in ("Effects", "effects.png", "seed 100", "Test runs", "| a | 1 |", "What was run"):
+        assert gone not in short, gone
+    for kept in ("Preset cpu", "loss.png", "Loss: by step.", "**Reason**", "Not in this copy", "repro run x"):
+        assert kept in short, kept
+    assert short_report(short, ["effects"]) == short and short_report("# x\n") == "# x\n"
+
+
+def _as_png(pixels):
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="png")
-    assert Image.open(io.BytesIO(few_colours(buffer.getvalue()))).convert("RGB").getpixel((7, 150)) == (213, 94, 0)
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(buffer, format="png")
+    return buffer.getvalue()
+
+
+def test_figures_have_few_pixels_and_colours():
+    wide = _as_png(np.random.default_rng(0).integers(0, 256, (60, PIXELS + 100, 3)))
+    small = Image.open(io.BytesIO(small_picture(wide)))
+    assert small.width == PIXELS and len(small.getcolors()) <= COLOURS
+    assert small_picture(small_picture(wide)) == small_picture(wide)
+    assert len(small_picture(_png())) < len(_png())
+
+
+def test_lines_and_areas_keep_their_colour_and_a_scale_of_colours_its_steps():
+    pixels = np.full((200, 400, 3), 255)
+    pixels[:100] = np.indices((100, 400)).sum(0)[..., None] // 2 % 256
+    pixels[150] = (213, 94, 0)
+    pixels[160:170] = (213, 230, 241)
+    pixels[170:180] = (211, 228, 240)
+    small = Image.open(io.BytesIO(small_picture(_as_png(pixels)))).convert("RGB")
+    assert [small.getpixel((7, y)) for y in (150, 165, 175)] == [(213, 94, 0), (213, 230, 241), (211, 228, 240)]
+    scale = np.repeat(np.linspace(0, 255, 100)[None, :, None], 50, 0) * [1, 0.5, 0.25]
+    assert len(Image.open(io.BytesIO(small_picture(_as_png(scale)))).getcolors()) == 100
 
 
 def test_an_edited_run_is_refused(run, tmp_path):

@@ -17,12 +17,13 @@ from repro.claims import LABELS, LEDGER, Verdict
 from repro.claims.canonical import number_to_json
 from repro.claims.runs import parse_place
 from repro.errors import ReproError
+from repro.report.ledger_tables import ledgers_by_arm
 from repro.report.numbers import count_text, effect_text, interval_text, mde_text, p_text
 from repro.report.record import write_atomically
 from repro.report.rule_words import rule_words
 from repro.report.site import claim_plots, matrix, words
 from repro.report.site.definitions import definitions
-from repro.report.site.load import Result, conflicts, key, load_results
+from repro.report.site.load import Result, conflicts, key, leaves, load_results, one_rule
 from repro.report.site.plot import Plot
 from repro.report.site.spec_plots import plots
 from repro.report.specs import Effects, Heatmap
@@ -155,11 +156,14 @@ class Judged:
         return rule_words(self.claim.control.criterion) if self.claim and self.claim.control else ""
 
     @property
-    def same_criterion(self) -> bool:
-        """Whether the results in conflict have one criterion and control, so that arms, presets or seeds differ."""
-        claims = [result.claim(self.verdict) for result in self.conflict]
-        rules = {(claim.criterion, claim.control) for claim in claims if claim}
-        return None not in claims and len(rules) == 1
+    def one_rule(self) -> bool:
+        """Whether the results in conflict have one rule, so that only their presets differ."""
+        return one_rule(key(self.verdict), self.conflict)
+
+    @property
+    def why(self) -> str:
+        """In what the results in conflict differ."""
+        return words.why_in_conflict(key(self.verdict), self.conflict)
 
     @property
     def changes(self) -> list[str]:
@@ -207,7 +211,7 @@ class _Site:
             columns=list(matrix.COLUMNS.values()), matrix=matrix.rows(), labels_of=self._labels_of,
             results=self.results,
             others=[(s, ids) for s in systems if (ids := [i for i in matrix.outside(LEDGER) if LEDGER[i].system == s])],
-            conflicts=self.conflicts, duration=words.duration, counts_of=_counts,
+            conflicts=self.conflicts, why=words.why_in_conflict, duration=words.duration, counts_of=_counts,
         )  # fmt: skip
 
     def claim_page(self, id: str) -> Path:
@@ -268,7 +272,7 @@ class _Site:
         shown = self._save_plots(f"run-{result.slug}", found)
         return self._write(
             f"runs/{result.slug}.html", "run.html", "../",
-            result=result, items=items, figures=shown, table=table, leaves=_leaves,
+            result=result, items=items, figures=shown, table=table, leaves=leaves,
             command=words.command(result.record), duration=words.duration(result.record.get("seconds")),
             hardware=words.hardware_words(result.record),
             ledgers=_ledgers(result, [arm.name for arm in result.experiment.arms] if result.experiment else []),
@@ -337,7 +341,7 @@ def _arms(result: Result, items: Sequence[Judged]) -> list[str]:
 
 def _ledgers(result: Result, arms: Sequence[str]) -> list[dict[str, Any]]:
     """The ledgers N1-N10, each with one row per entry: a value for all arms, or one for each where they differ."""
-    by_arm = {arm: found for arm, found in (result.record.get("ledgers_by_arm") or {}).items() if arm in arms}
+    by_arm = {arm: found for arm, found in ledgers_by_arm(result.record).items() if arm in arms}
     if not by_arm:
         return []
     labels = {arm.name: arm.label for arm in result.experiment.arms} if result.experiment else {}
@@ -353,14 +357,3 @@ def _ledgers(result: Result, arms: Sequence[str]) -> list[dict[str, Any]]:
         title = next((table.get("title") for table in tables.values() if table.get("title")), "")
         ledgers.append({"name": name, "title": title, "rows": rows, "arms": [labels.get(arm, arm) for arm in tables]})
     return ledgers
-
-
-def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted name, text) of everything in a tree of mappings."""
-    rows: list[tuple[str, str]] = []
-    for name, value in (tree or {}).items():
-        if isinstance(value, dict):
-            rows += _leaves(value, f"{prefix}{name}.")
-        else:
-            rows.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
-    return rows

@@ -204,3 +204,40 @@ def conflicts(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
         for verdict in result.verdicts:
             judged.setdefault((key(verdict), result.name), []).append(result)
     return {place: found for place, found in judged.items() if len({result.rule for result in found}) > 1}
+
+
+JUDGED = ("tier", "family", "statement", "criterion", "control")
+
+
+def one_rule(name: str, results: Sequence[Result]) -> bool:
+    """Whether results with different hashes judge a claim by one rule, so that only their presets differ: this
+    installation holds the rules under which they were judged, and what it says of the claim is the same for all."""
+    claims = [result.claims.get(name) for result in results]
+    if None in claims or any(result.rule_now != result.rule for result in results):
+        return False
+    # p-values are adjusted over the claims of a family, which a preset may make larger.
+    families = [
+        sorted(k for k, c in result.claims.items() if c.tier == claim.tier == "D" and c.family == claim.family)
+        for result, claim in zip(results, claims, strict=True)
+    ]
+    alike = all(getattr(claim, part) == getattr(claims[0], part) for claim in claims for part in JUDGED)
+    return alike and all(family == families[0] for family in families)
+
+
+def settings_apart(results: Sequence[Result]) -> dict[str, list[str]]:
+    """The settings of the presets that are not the same in all results -> their values, in the order of the results."""
+    presets = [dict(leaves(result.record.get("preset"))) for result in results]
+    names = dict.fromkeys(name for preset in presets for name in preset)
+    found = {name: [preset.get(name, "not set") for preset in presets] for name in names}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def leaves(tree: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, text) of everything in a tree of mappings."""
+    rows: list[tuple[str, str]] = []
+    for name, value in (tree or {}).items():
+        if isinstance(value, dict):
+            rows += leaves(value, f"{prefix}{name}.")
+        else:
+            rows.append((f"{prefix}{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from repro.claims import (
@@ -22,6 +23,8 @@ from repro.claims import (
 from repro.claims.verdict import CONTRADICTED, INCONCLUSIVE, NOT_SUPPORTED, NOT_TESTABLE, SUPPORTED
 from repro.report.effects_figure import deciding
 from repro.report.numbers import interval_text, number_text, p_text
+from repro.report.rule_words import rule_words
+from repro.report.site.load import Result, one_rule, settings_apart
 
 MOST_SEEDS = 1000
 
@@ -119,6 +122,24 @@ def seeds_needed(rule: Criterion | None, verdict: Verdict) -> int | None:
 
 def _control(verdict: Verdict) -> str:
     return f"A control that passes the same rule; it came out {verdict.control_label}."
+
+
+def why_in_conflict(name: str, results: Sequence[Result]) -> str:
+    """In what results differ that judge one claim under several rule hashes."""
+    if one_rule(name, results):
+        apart = [
+            f"{setting} is " + " and ".join(f"{v} ({r.preset_name})" for v, r in zip(values, results, strict=True))
+            for setting, values in settings_apart(results).items()
+        ]
+        return f"Rule, control and arms are the same; the hash covers the whole preset, and there {'; '.join(apart)}."
+    claims = [result.claims.get(name) for result in results]
+    if None in claims or any(result.rule_now != result.rule for result in results):
+        return "This installation does not hold all of these rules, so it cannot say in what they differ."
+    rules = [rule_words(claim.criterion) if claim.criterion else "none" for claim in claims]
+    if len(set(rules)) == 1:
+        return "The rules differ in their control, statement or family of tests."
+    told = "; ".join(f"{result.preset_name}: {rule}" for result, rule in zip(results, rules, strict=True))
+    return f"The rules differ. {told}."
 
 
 def command(record: dict[str, Any]) -> str:

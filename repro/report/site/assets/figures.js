@@ -2,7 +2,7 @@
 // Draws each figure when it comes near the screen, in the colours of the page, and saves it.
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const figures = window.reproFigures || {};
+  const figures = window.reproFigures ||= {};
   const drawn = new Set();
   const source = document.currentScript.dataset.plotly;
   let printing = false;
@@ -70,13 +70,28 @@
     script.onerror = reject;
     document.head.append(script);
   });
-  addEventListener("load", () => setTimeout(withLibrary, 1500));
+  // So do the numbers of each figure: a page may hold a hundred. A script and no fetch, which files do not allow.
+  const asked = new Map();
+  const withNumbers = (canvas) => {
+    const id = canvas.dataset.figure;
+    if (!asked.has(id)) asked.set(id, new Promise((resolve, reject) => {
+      const script = document.createElement("script");
+      script.src = canvas.dataset.src;
+      script.onload = resolve;
+      script.onerror = reject;
+      document.head.append(script);
+    }));
+    return asked.get(id);
+  };
+  const ready = (canvas) => Promise.all([withLibrary(), withNumbers(canvas)]);
 
   const near = new IntersectionObserver((entries) => entries.forEach((entry) => {
-    if (entry.isIntersecting && !drawn.has(entry.target)) withLibrary().then(() => draw(entry.target));
+    if (entry.isIntersecting && !drawn.has(entry.target)) ready(entry.target).then(() => draw(entry.target));
   }), { rootMargin: "600px" });
   const canvases = [...document.querySelectorAll("[data-figure]")];
   canvases.forEach((canvas) => near.observe(canvas));
+  // All of them, one after another, once the page has come to rest: printing cannot wait.
+  addEventListener("load", () => setTimeout(async () => { for (const canvas of canvases) await ready(canvas); }, 1500));
 
   const again = () => drawn.forEach(draw);
   let waiting;
@@ -93,7 +108,7 @@
 
   document.querySelectorAll("[data-save]").forEach((button) => button.addEventListener("click", () => {
     const canvas = button.closest("figure").querySelector("[data-figure]");
-    withLibrary().then(() => {
+    ready(canvas).then(() => {
       if (!drawn.has(canvas)) draw(canvas);
       const size = { width: 960, height: Math.round(canvas.clientHeight * (canvas.clientWidth < 600 ? 1.2 : 1)) };
       Plotly.downloadImage(canvas, { format: button.dataset.save, filename: canvas.dataset.figure.replace("/", "-"), scale: 2, ...size });
@@ -101,10 +116,12 @@
   }));
 
   // The table of a figure is made when it is asked for: all of them together would be many times the page.
-  document.querySelectorAll("figure.plot details.numbers").forEach((part) => part.addEventListener("toggle", () => {
+  document.querySelectorAll("figure.plot details.numbers").forEach((part) => part.addEventListener("toggle", async () => {
     const place = part.querySelector(".scroll");
+    const canvas = part.closest("figure").querySelector("[data-figure]");
+    await withNumbers(canvas);
     if (!part.open || place.firstChild) return;
-    const { headings, rows } = figures[part.closest("figure").querySelector("[data-figure]").dataset.figure];
+    const { headings, rows } = figures[canvas.dataset.figure];
     const table = document.createElement("table");
     const head = table.createTHead().insertRow();
     headings.forEach((heading) => {
