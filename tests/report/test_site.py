@@ -18,6 +18,7 @@ from repro.claims.runs import Run, Runs
 from repro.errors import ReproError
 from repro.report.site import build_site, conflicts, load_results
 from repro.report.site.build import Judged
+from repro.report.site.claim_plots import cut
 from repro.report.site.definitions import definitions
 from repro.report.site.matrix import COLUMNS, SUBJECTS, outside, rows
 from repro.report.site.plot import Plot, text
@@ -312,3 +313,9 @@ def test_a_claim_whose_numbers_no_figure_shows_has_the_figures_of_its_run(tmp_pa
     build_site([RESULTS / "weight-decay-cpu"], tmp_path / "site")
     page = _Page(tmp_path / "site" / "claims" / "O-1.html")
     assert 0 < sum("data-figure" in attrs for _, attrs in page.elements) <= 4
+
+
+def test_a_long_name_keeps_what_tells_it_from_the_others():
+    names = [f"Muon against AdamW, each at its best rate, w{width}" for width in (32, 64, 128)]
+    assert len({cut(name) for name in names}) == 3 and max(len(cut(name)) for name in names) == 42
+    assert cut("growth at the best rate") == "growth at the best rate"

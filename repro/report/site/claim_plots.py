@@ -28,7 +28,7 @@ def parts(rule: Criterion | None) -> tuple[Criterion, ...]:
 def measure(result: Result, metric: str) -> str:
     """What a metric is, as the experiment's own figures label their axes; its name where none shows it."""
     figures = result.experiment.figures if result.experiment else ()
-    return next((spec.ylabel for spec in figures if getattr(spec, "metric", None) == metric), metric)
+    return next((spec.ylabel for spec in figures if getattr(spec, "metric", None) == metric), metric.replace("_", " "))
 
 
 def place_words(result: Result, at: str, *, size: bool = True) -> str:
@@ -142,7 +142,7 @@ def _effects(name: str, scale: str, measured: str, rows: Sequence[Row], ids: boo
                 line = {"width": 1.6}
                 shapes.append({"type": "line", "x0": bound, "x1": bound, "y0": y - 0.3, "y1": y + 0.3, "line": line})
         notes.append({
-            "text": f"<b>{text(_cut(title))}</b>: {text(verdict.label)}", "showarrow": False, "xref": "paper", "x": 0,
+            "text": f"<b>{text(cut(title))}</b>: {text(verdict.label)}", "showarrow": False, "xref": "paper", "x": 0,
             "y": y - 0.42, "xanchor": "left", "yanchor": "middle", "align": "left",
         })  # fmt: skip
         told.append(f"{title}: {effect_text(verdict)} ({interval_text(verdict)}), {verdict.label}")
@@ -172,8 +172,10 @@ def _effects(name: str, scale: str, measured: str, rows: Sequence[Row], ids: boo
     return Plot(name, heading, caption, f"{heading}. " + "; ".join(told) + ".", data, layout, headings, table)
 
 
-def _cut(words: str, most: int = 46) -> str:
-    return words if len(words) <= most else words[: most - 1].rstrip() + "…"
+def cut(words: str, most: int = 42) -> str:
+    """Words that fit over a narrow figure; what tells variants apart often stands at their end."""
+    end = most // 3
+    return words if len(words) <= most else f"{words[: most - end - 1].rstrip()}…{words[-end:].lstrip()}"
 
 
 def _number(value: float | None) -> str:

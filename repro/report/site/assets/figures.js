@@ -22,6 +22,27 @@
     return typeof value === "string" && bright[value] ? bright[value] : value;
   };
 
+  // As in the still figures: 1, 2 and 5 of every decade in full over less than two decades, else powers of ten. Over less
+  // than one, the library's own ticks are round numbers.
+  const plain = (value) => {
+    if (value >= 1e-4 && value < 1e5) return String(Number(value.toPrecision(6)));
+    const power = Math.floor(Math.log10(value) + 1e-9), mantissa = Number((value / 10 ** power).toPrecision(3));
+    return (mantissa === 1 ? "" : `${mantissa}·`) + `10<sup>${String(power).replace("-", "−")}</sup>`;
+  };
+  const logTicks = (data, layout, name, most) => {
+    const drawnAt = data.flatMap((trace) => trace[name] || []).concat((layout.shapes || []).filter((shape) =>
+      (shape[name + "ref"] || name) === name).map((shape) => shape[name + "0"])).filter((value) => value > 0);
+    const low = Math.log10(Math.min(...drawnAt)), high = Math.log10(Math.max(...drawnAt));
+    if (!(high - low > 0.8)) return { nticks: most };
+    const every = Math.ceil((high - low) / most);
+    const wide = high - low >= 2 || every > 1;
+    const values = [];
+    for (let power = Math.floor(low) - 1; power <= Math.ceil(high) + 1; power += 1) {
+      for (const step of wide ? [1] : [1, 2, 5]) if (!wide || power % every === 0) values.push(step * 10 ** power);
+    }
+    return { tickmode: "array", tickvals: values, ticktext: values.map(plain) };
+  };
+
   const styled = (id, width) => {
     const look = theme(), night = dark.matches && !printing;
     const stored = figures[id];
@@ -31,8 +52,10 @@
       showline: true, ticks: "outside", ticklen: 4, tickcolor: look.ink });
     layout.xaxis = axis(layout.xaxis || {});
     layout.yaxis = axis(layout.yaxis || {});
-    if (layout.yaxis.type === "log") { layout.yaxis.dtick = layout.yaxis.dtick || null; layout.yaxis.nticks = 7; }
-    if (layout.xaxis.type === "log" && !layout.xaxis.tickvals) layout.xaxis.nticks = width < 500 ? 5 : 8;
+    for (const name of ["x", "y"]) {
+      const part = layout[name + "axis"];
+      if (part.type === "log" && !part.tickvals) Object.assign(part, logTicks(data, layout, name, width < 500 && name === "x" ? 5 : 8));
+    }
     const named = data.filter((trace) => trace.name && trace.showlegend !== false && trace.type !== "heatmap");
     const across = Math.max(1, Math.floor(width / 190));
     const legend = named.length ? Math.ceil(named.length / across) * 20 + 10 : 0;
@@ -58,7 +81,16 @@
     canvas.querySelector("noscript")?.remove();
     Plotly.react(canvas, data, layout, { responsive: false, displayModeBar: false });
     canvas.style.minHeight = "";
+    if (drawn.has(canvas)) return;
     drawn.add(canvas);
+    // Inside one decade, or between ticks that are given, only the library's own will do.
+    canvas.on("plotly_relayout", (change) => {
+      for (const axis of ["xaxis", "yaxis"]) {
+        if (!canvas.layout[axis].tickvals) continue;
+        if (`${axis}.range[0]` in change) Plotly.relayout(canvas, { [`${axis}.tickmode`]: "auto" });
+        if (change[`${axis}.autorange`]) Plotly.relayout(canvas, { [`${axis}.tickmode`]: "array" });
+      }
+    });
   };
 
   // The library is large: words can be read before it is there, and it comes when a figure is near or all else is done.
