@@ -91,7 +91,8 @@ def _style(experiment: Experiment, arm: Arm) -> dict:
 
 def _marker(experiment: Experiment, arm: Arm) -> str:
     # Lines may lie on top of one another, so arms differ in their markers as well.
-    return MARKERS[experiment.labelled().index(arm) % len(MARKERS)]
+    index = experiment.labelled().index(arm)
+    return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
 
 
 def _mean(values: list[float]) -> float:

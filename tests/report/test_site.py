@@ -21,7 +21,7 @@ from repro.report.site.build import Judged
 from repro.report.site.claim_plots import cut
 from repro.report.site.definitions import definitions
 from repro.report.site.matrix import COLUMNS, SUBJECTS, outside, rows
-from repro.report.site.plot import Plot, text
+from repro.report.site.plot import Plot, add_level, text
 from repro.report.site.words import seeds_needed, what_would_change
 from tests.report.site_cases import HOSTILE, RESULTS, STORED, VERDICT, conflicting, hostile, make_run
 
@@ -319,3 +319,14 @@ def test_a_long_name_keeps_what_tells_it_from_the_others():
     names = [f"Muon against AdamW, each at its best rate, w{width}" for width in (32, 64, 128)]
     assert len({cut(name) for name in names}) == 3 and max(len(cut(name)) for name in names) == 42
     assert cut("growth at the best rate") == "growth at the best rate"
+
+
+def test_labels_of_reference_lines_keep_apart():
+    data, layout = [{"x": [1.0], "y": [2.0]}], {}
+    for value in (0.9, 1.0, 1.1):
+        add_level(data, layout, value, f"at {value}", vertical=True)
+    assert [note["yshift"] for note in layout["annotations"]] == [0, 14, 28]
+    layout = {}
+    for value in (0.0, 0.1, -0.1):
+        add_level(data, layout, value, f"at {value}")
+    assert {note["y"]: note["yanchor"] for note in layout["annotations"]} == {0.0: "bottom", 0.1: "bottom", -0.1: "top"}

@@ -159,6 +159,8 @@ def test_figures_are_drawn_saved_and_told(visit, tmp_path):
         canvases.nth(number).scroll_into_view_if_needed()
         canvases.nth(number).locator("svg.main-svg").first.wait_for()
     figure = page.locator("figure.plot", has_text="max logit by step, at the point best").first
+    ticks = "figure => [...figure.querySelectorAll('.ytick text')].map(t => t.textContent)"
+    assert {"10", "100"} & set(figure.evaluate(ticks)) and not {"2", "3", "4", "6", "7"} & set(figure.evaluate(ticks))
     for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<svg")):
         with page.expect_download() as download:
             figure.get_by_role("button", name=kind).click()

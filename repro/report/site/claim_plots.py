@@ -28,7 +28,8 @@ def parts(rule: Criterion | None) -> tuple[Criterion, ...]:
 def measure(result: Result, metric: str) -> str:
     """What a metric is, as the experiment's own figures label their axes; its name where none shows it."""
     figures = result.experiment.figures if result.experiment else ()
-    return next((spec.ylabel for spec in figures if getattr(spec, "metric", None) == metric), metric.replace("_", " "))
+    name = metric if "@" in metric else metric.replace("_", " ")
+    return next((spec.ylabel for spec in figures if getattr(spec, "metric", None) == metric), name)
 
 
 def place_words(result: Result, at: str, *, size: bool = True) -> str:
@@ -71,7 +72,7 @@ def by_step(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]:
         )
         spec = Curve(
             f"step-{number}", metric, f"{measure(result, metric)} by step" + (f", {where}" if where else ""),
-            like.ylabel if like else metric, arms=named, log=like.log if like else bool(wide),
+            measure(result, metric), arms=named, log=bool(wide) or bool(like and like.log),
             smooth=like.smooth if like else 1, start=like.start if like else 0,
         )  # fmt: skip
         yield from plots(spec, result.experiment, rows, result.runs)
@@ -214,7 +215,7 @@ def by_size(results: Sequence[tuple[Result, Verdict]]) -> Iterator[Plot]:
         what = measure(result, rule.metric)
         yield size_plot(
             f"size-{number}", f"{what}: {names}", f"Dots are test seeds, the line joins their means.{few}",
-            f"{what}{relative}, {'level' if scale == 'value' else scale}",
+            what if what.endswith(scale) else f"{what}{relative}, {'level' if scale == 'value' else scale}",
             by_width, {"color": "#0072B2", "dash": "solid", "width": 2}, base=NO_EFFECT.get(scale), log=log,
             bounds=row.bounds,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from repro.claims import Experiment
 from repro.report.look import PALETTE, arm_index
 
 DASHES = ("solid", "dash", "dot", "dashdot")
+ROW = 14  # pixels of a line of labels
 YELLOW, YELLOW_RIM = "#F0E442", "#857D00"
 # Matplotlib's dose figures give arms these markers in the same order.
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "star")
@@ -79,7 +80,10 @@ def line_style(experiment: Experiment, arm: str) -> dict[str, Any]:
 
 
 def symbol(experiment: Experiment, arm: str) -> str:
-    return SYMBOLS[arm_index(experiment, arm) % len(SYMBOLS)]
+    index = arm_index(experiment, arm)
+    return SYMBOLS[
+        (index + index // len(SYMBOLS)) % len(SYMBOLS)
+    ]  # after eight, colours begin again but not with these
 
 
 def line_trace(x: Sequence, y: Sequence, name: str, style: dict, **more) -> list[dict[str, Any]]:
@@ -111,8 +115,15 @@ def axis(title: str, *, log: bool = False, **more) -> dict[str, Any]:
 def add_level(data: list, layout: dict[str, Any], value: float, label: str, *, vertical: bool = False, **more) -> None:
     """Draw a straight reference line with its label, and make the axis reach it."""
     shape, note = level(value, label, vertical=vertical, **more)
+    notes = layout.setdefault("annotations", [])
+    if vertical:  # each in a row of its own above the figure, which makes room for them
+        note["yshift"] = ROW * sum("yshift" in other for other in notes)
     layout.setdefault("shapes", []).append(shape)
-    layout.setdefault("annotations", []).append(note)
+    notes.append(note)
+    if not vertical:  # where lines are close, labels on one side of them would cover each other
+        levels = sorted((other for other in notes if other.get("xref") == "paper"), key=lambda other: other["y"])
+        for other in levels:
+            other["yanchor"] = "top" if other is levels[0] and len(levels) > 1 else "bottom"
     # Shapes do not stretch an axis; a point that is not drawn does.
     other = next((part for trace in data for part in trace.get("y" if vertical else "x", ()) if part is not None), 1)
     unseen = {"mode": "markers", "marker": {"opacity": 0}, "hoverinfo": "skip", "showlegend": False}
@@ -120,9 +131,10 @@ def add_level(data: list, layout: dict[str, Any], value: float, label: str, *, v
 
 
 def level(
-    value: float, label: str, *, log: bool = False, vertical: bool = False, dash: str = "dot"
+    value: float, label: str, *, log: bool = False, vertical: bool = False, dash: str = "dot", at: float = 1
 ) -> tuple[dict, dict]:
-    """A straight reference line and its label: a shape, and an annotation for the layout."""
+    """A straight reference line and its label: a shape, and an annotation for the layout. The label of a level stands
+    `at` a part of the width, its right end at 1 and else its middle."""
     along, across = ("y", "x") if vertical else ("x", "y")
     shape = {
         "type": "line",
@@ -134,7 +146,15 @@ def level(
     shape |= {f"{across}ref": across, f"{across}0": value, f"{across}1": value}
     place = math.log10(value) if log else value
     note = {"text": text(label), "showarrow": False, f"{across}ref": across, across: place, f"{along}ref": "paper"}
-    note |= {"x": place, "y": 1, "yanchor": "bottom"} if vertical else {"x": 1, "xanchor": "right", "yanchor": "bottom"}
+    note |= (
+        {"x": place, "y": 1, "yanchor": "bottom"}
+        if vertical
+        else {
+            "x": at,
+            "xanchor": "right" if at == 1 else "center",
+            "yanchor": "bottom",
+        }
+    )
     return shape, note
 
 

@@ -30,10 +30,9 @@ from repro.report.site.plot import (
 from repro.report.specs import Curve, Dose, Heatmap, Ladder, Spec, Width
 from repro.report.width_figure import ratios
 
-BANDS = (
-    "Lines are medians over test seeds, bands reach from the smallest to the largest seed. A line ends in a cross "
-    "where most of its seeds have diverged."
-)
+BANDS = "Lines are medians over test seeds, bands reach from the smallest to the largest seed."
+CROSSES = " A line ends in a cross where most of its seeds have diverged."
+BETWEEN = 0.27  # of the width of a figure over two or three model sizes
 MOST_CELLS = 20_000  # of a heat map; a larger one is shown as every n-th row and column
 
 
@@ -54,8 +53,9 @@ def plots(spec: Spec, experiment: Experiment, curves: pl.DataFrame, runs: Runs) 
 
 
 def _caption(spec: Spec) -> str:
-    """The caption without the title, which stands above a figure on a page."""
-    return spec.caption.removeprefix(f"{spec.title}: ")
+    """The caption without the title, which stands above a figure on a page, and in words."""
+    caption, metric = spec.caption.removeprefix(f"{spec.title}: "), getattr(spec, "metric", "")
+    return caption.replace(metric, metric.replace("_", " ")) if metric else caption
 
 
 def _named(spec: Spec, size: str, sizes: list[str]) -> tuple[str, str]:
@@ -75,7 +75,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
     for size in sizes:
         name, title = _named(spec, size, sizes)
         here = rows.filter(pl.col("size") == size)
-        data, table, ends, smoothed = [], [], [], 1
+        data, table, ends, smoothed, crosses = [], [], [], 1, ""
         for arm in experiment.arms:
             mine = here.filter(pl.col("arm") == arm.name)
             if mine.is_empty():
@@ -91,6 +91,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
             data += line_trace(x, middle, label, style, legendgroup=arm.name)
             if found.ended and x:
                 data.append(_cross(x[-1], middle[-1], style["color"], arm.name))
+                crosses = CROSSES
             table += [
                 (arm.label, step, *(f"{value:.6g}" for value in (a, b, c)), found.seeds)
                 for step, a, b, c in zip(x, found.median, found.low, found.high, strict=True)
@@ -102,7 +103,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
             add_level(data, layout, spec.line, spec.line_label or f"{spec.line:g}", log=spec.log)
         summary = f"{title}: {spec.ylabel} by step. At the last step drawn, medians over seeds: {'; '.join(ends)}."
         headings = ("arm", "step", f"median of {spec.metric}", "smallest seed", "largest seed", "seeds")
-        caption = BANDS + (f" Trailing means over {smoothed} steps." if smoothed > 1 else "")
+        caption = BANDS + crosses + (f" Trailing means over {smoothed} steps." if smoothed > 1 else "")
         yield Plot(name, title, caption, summary, data, layout, headings, table)
 
 
@@ -231,6 +232,8 @@ def _doses(spec: Dose, experiment: Experiment, runs: Runs) -> Iterator[Plot]:
     for size in sizes:
         name, title = _named(spec, size, sizes)
         here = [run for run in rows if run.size == size]
+        if len({dose_of[run.point] for run in here}) < 2:
+            continue  # a small preset may run one dose only, and that is no curve
         data, means = [], {}
         for arm in experiment.labelled():
             mine = [run for run in here if run.arm == arm.name]
@@ -308,11 +311,12 @@ def size_plot(
         "xaxis": axis("model width", log=True, tickvals=widths, ticktext=[f"{w:g}" for w in widths]),
         "yaxis": axis(ylabel, log=log),
     }
+    bounds = [bound for bound in more.get("bounds", ()) if bound > 0 or not log]
+    # Between the first two widths, where no seeds are.
     if base is not None:
-        add_level(data, layout, base, "no effect", log=log, dash="dash")
-    for bound in more.get("bounds", ()):
-        if bound > 0 or not log:
-            add_level(data, layout, bound, "bound of the rule", log=log)
+        add_level(data, layout, base, "no effect", log=log, dash="dash", at=BETWEEN)
+    for bound in bounds:
+        add_level(data, layout, bound, "bound of the rule", log=log, at=BETWEEN)
     rows = [(f"{w:g}", f"{v:.6g}") for w, values in by_width.items() for v in values]
     told = ", ".join(f"{m:.3g} at width {w:g}" for w, m in zip(by_width, means, strict=True))
     return Plot(

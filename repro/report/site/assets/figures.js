@@ -10,7 +10,7 @@
   const copy = (value) => JSON.parse(JSON.stringify(value));
   const theme = () => {
     const night = dark.matches && !printing;
-    return night ? { ink: "#e6e9ec", grid: "#3a424a", paper: "#14171a" } : { ink: "#1b1f24", grid: "#e3e6e9", paper: "#ffffff" };
+    return night ? { ink: "#e6e9ec", grid: "#3a424a", paper: "#14171a", veil: "rgba(20,23,26,0.75)" } : { ink: "#1b1f24", grid: "#e3e6e9", paper: "#ffffff", veil: "rgba(255,255,255,0.75)" };
   };
 
   // Black lines would vanish on a dark page, and the dark colours of labels would be hard to read.
@@ -33,7 +33,18 @@
     const drawnAt = data.flatMap((trace) => trace[name] || []).concat((layout.shapes || []).filter((shape) =>
       (shape[name + "ref"] || name) === name).map((shape) => shape[name + "0"])).filter((value) => value > 0);
     const low = Math.log10(Math.min(...drawnAt)), high = Math.log10(Math.max(...drawnAt));
-    if (!(high - low > 0.8)) return { nticks: most };
+    if (!(high - low > 0.8)) {
+      const apart = (high - low) / most, values = [];
+      for (let power = Math.floor(low); power <= high; power += 1) {
+        for (const step of [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]) {
+          const place = power + Math.log10(step);
+          if (place >= low - apart / 2 && place <= high + apart / 2 && !(place - Math.log10(values.at(-1)) < apart)) {
+            values.push(step * 10 ** power);
+          }
+        }
+      }
+      return values.length < 3 ? { nticks: most } : { tickmode: "array", tickvals: values, ticktext: values.map(plain) };
+    }
     const every = Math.ceil((high - low) / most);
     const wide = high - low >= 2 || every > 1;
     const values = [];
@@ -48,7 +59,7 @@
     const stored = figures[id];
     const data = night ? recolour(copy(stored.data)) : copy(stored.data);
     const layout = copy(stored.layout);
-    const axis = (part) => ({ ...part, color: look.ink, gridcolor: look.grid, linecolor: look.ink, zeroline: false, exponentformat: "power",
+    const axis = (part) => ({ ...part, title: { ...part.title, standoff: 8 }, color: look.ink, gridcolor: look.grid, linecolor: look.ink, zeroline: false, exponentformat: "power",
       showline: true, ticks: "outside", ticklen: 4, tickcolor: look.ink });
     layout.xaxis = axis(layout.xaxis || {});
     layout.yaxis = axis(layout.yaxis || {});
@@ -59,16 +70,17 @@
     const named = data.filter((trace) => trace.name && trace.showlegend !== false && trace.type !== "heatmap");
     const across = Math.max(1, Math.floor(width / 190));
     const legend = named.length ? Math.ceil(named.length / across) * 20 + 10 : 0;
-    const height = (layout.height || 330) + legend + 40;
+    const height = (layout.height || 330) + legend + 40 + Math.max(0, ...(layout.annotations || []).map((note) => note.yshift || 0));
     return { data, layout: {
       ...layout, height, width, paper_bgcolor: look.paper, plot_bgcolor: look.paper, hovermode: "closest",
       // A finger that scrolls the page must not zoom a figure; with a mouse a drag zooms and a double click goes back.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
-      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 14, t: 14, b: 46 }, showlegend: named.length > 0,
+      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 14, b: 46,
+        t: 14 + Math.max(0, ...(layout.annotations || []).map((note) => note.yshift || 0)) }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
-      annotations: (layout.annotations || []).map((note) => ({ ...(note.xanchor === "left" ? { bgcolor: look.paper } : {}), ...note,
+      annotations: (layout.annotations || []).map((note) => ({ ...(note.xref === "paper" ? { bgcolor: note.xanchor === "left" ? look.paper : look.veil } : {}), ...note,
         // A narrow figure has no room for a claim and its label in one line.
         text: width < 500 ? note.text.replace("</b>: ", "</b><br>") : note.text, font: { color: look.ink, ...(note.font || {}) } })),
     } };
