@@ -211,8 +211,18 @@ class _Site:
             columns=list(matrix.COLUMNS.values()), matrix=matrix.rows(), labels_of=self._labels_of,
             results=self.results,
             others=[(s, ids) for s in systems if (ids := [i for i in matrix.outside(LEDGER) if LEDGER[i].system == s])],
-            conflicts=self.conflicts, why=words.why_in_conflict, duration=words.duration, counts_of=_counts,
+            conflicts=self.conflicts, conflict_groups=self._conflict_groups(), duration=words.duration, counts_of=_counts,
         )  # fmt: skip
+
+    def _conflict_groups(self) -> list[dict[str, Any]]:
+        """The conflicts, those together that the same results have for the same reason."""
+        groups: dict[tuple, dict[str, Any]] = {}
+        for (name, experiment), found in self.conflicts.items():
+            why = words.why_in_conflict(name, found)
+            place = (experiment, why, *(result.slug for result in found))
+            group = groups.setdefault(place, {"names": [], "experiment": experiment, "results": found, "why": why})
+            group["names"].append(name)
+        return list(groups.values())
 
     def claim_page(self, id: str) -> Path:
         """One claim of the ledger, with everything that judges it."""

@@ -23,7 +23,7 @@
   };
 
   // As in the still figures: 1, 2 and 5 of every decade in full over less than two decades, else powers of ten. Over less
-  // than one, the library's own ticks are round numbers.
+  // than one, as many round numbers as there is room for, or the library's own.
   const plain = (value) => {
     if (value >= 1e-4 && value < 1e5) return String(Number(value.toPrecision(6)));
     const power = Math.floor(Math.log10(value) + 1e-9), mantissa = Number((value / 10 ** power).toPrecision(3));
@@ -34,16 +34,14 @@
       (shape[name + "ref"] || name) === name).map((shape) => shape[name + "0"])).filter((value) => value > 0);
     const low = Math.log10(Math.min(...drawnAt)), high = Math.log10(Math.max(...drawnAt));
     if (!(high - low > 0.8)) {
-      const apart = (high - low) / most, values = [];
-      for (let power = Math.floor(low); power <= high; power += 1) {
-        for (const step of [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]) {
-          const place = power + Math.log10(step);
-          if (place >= low - apart / 2 && place <= high + apart / 2 && !(place - Math.log10(values.at(-1)) < apart)) {
-            values.push(step * 10 ** power);
-          }
-        }
+      const inside = (value) => Math.log10(value) >= low - 0.04 && Math.log10(value) <= high + 0.04;
+      const decades = [Math.floor(low), Math.floor(low) + 1];
+      for (const steps of [[1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9], [1, 1.5, 2, 3, 5, 7], [1, 2, 5]]) {
+        const values = decades.flatMap((power) => steps.map((step) => step * 10 ** power)).filter(inside);
+        if (values.length < 3) break;
+        if (values.length <= most) return { tickmode: "array", tickvals: values, ticktext: values.map(plain) };
       }
-      return values.length < 3 ? { nticks: most } : { tickmode: "array", tickvals: values, ticktext: values.map(plain) };
+      return { nticks: most };
     }
     const every = Math.ceil((high - low) / most);
     const wide = high - low >= 2 || every > 1;
@@ -70,14 +68,15 @@
     const named = data.filter((trace) => trace.name && trace.showlegend !== false && trace.type !== "heatmap");
     const across = Math.max(1, Math.floor(width / 190));
     const legend = named.length ? Math.ceil(named.length / across) * 20 + 10 : 0;
-    const height = (layout.height || 330) + legend + 40 + Math.max(0, ...(layout.annotations || []).map((note) => note.yshift || 0));
+    // Labels of upright lines stand in rows above.
+    const above = 14 + Math.max(0, ...(layout.annotations || []).map((note) => "yshift" in note ? note.yshift + 4 : 0));
+    const height = (layout.height || 330) + legend + 26 + above;
     return { data, layout: {
       ...layout, height, width, paper_bgcolor: look.paper, plot_bgcolor: look.paper, hovermode: "closest",
       // A finger that scrolls the page must not zoom a figure; with a mouse a drag zooms and a double click goes back.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
-      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 14, b: 46,
-        t: 14 + Math.max(0, ...(layout.annotations || []).map((note) => note.yshift || 0)) }, showlegend: named.length > 0,
+      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 14, t: above, b: 46 }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
       annotations: (layout.annotations || []).map((note) => ({ ...(note.xref === "paper" ? { bgcolor: note.xanchor === "left" ? look.paper : look.veil } : {}), ...note,
