@@ -267,9 +267,10 @@ def _powers_of_two(found: list[float]) -> dict:
     low, high = math.floor(math.log2(found[0])), math.ceil(math.log2(found[-1]))
     step = max(1, -(-(high - low) // 8))
     ticks = list(range(low, high + 1, step))
+    plain = -3 <= low and high <= 10
     return {
         "tickvals": [2.0**e for e in ticks],
-        "ticktext": [f"2<sup>{e}</sup>".replace("-", "−") if not 0 <= e <= 6 else str(2**e) for e in ticks],
+        "ticktext": [f"{2.0**e:g}" if plain or not e else f"2<sup>{e}</sup>".replace("-", "−") for e in ticks],
     }
 
 

@@ -57,10 +57,12 @@
     const stored = figures[id];
     const data = night ? recolour(copy(stored.data)) : copy(stored.data);
     const layout = copy(stored.layout);
-    const axis = (part) => ({ ...part, title: { ...part.title, standoff: 8 }, color: look.ink, gridcolor: look.grid, linecolor: look.ink, zeroline: false, exponentformat: "power",
+    const axis = (part) => ({ ...part, color: look.ink, gridcolor: look.grid, linecolor: look.ink, zeroline: false, exponentformat: "power",
       showline: true, ticks: "outside", ticklen: 4, tickcolor: look.ink });
-    layout.xaxis = axis(layout.xaxis || {});
+    // Labels that turn would move the margin, and that may turn them back, without an end.
+    layout.xaxis = { nticks: width < 500 ? 5 : 8, ...axis(layout.xaxis || {}), tickangle: 0 };
     layout.yaxis = axis(layout.yaxis || {});
+    layout.yaxis.title = { ...layout.yaxis.title, standoff: 8 };
     for (const name of ["x", "y"]) {
       const part = layout[name + "axis"];
       if (part.type === "log" && !part.tickvals) Object.assign(part, logTicks(data, layout, name, width < 500 && name === "x" ? 5 : 8));
@@ -76,7 +78,7 @@
       // A finger that scrolls the page must not zoom a figure; with a mouse a drag zooms and a double click goes back.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
-      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 14, t: above, b: 46 }, showlegend: named.length > 0,
+      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 18, t: above, b: 46 }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
       annotations: (layout.annotations || []).map((note) => ({ ...(note.xref === "paper" ? { bgcolor: note.xanchor === "left" ? look.paper : look.veil } : {}), ...note,
