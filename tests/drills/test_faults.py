@@ -43,8 +43,11 @@ class Walk:
 
 
 @pytest.fixture(scope="module")
-def walk(quick_compile_module):
-    return Walk()
+def walk(quick_compile_module, fusion_emitters):
+    with fusion_emitters():
+        walk = Walk()
+        walk()
+    return walk
 
 
 def same(a, b):
