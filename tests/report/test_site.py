@@ -18,7 +18,7 @@ from repro.claims.runs import Run, Runs
 from repro.errors import ReproError
 from repro.report.site import build_site, conflicts, load_results
 from repro.report.site.build import Judged
-from repro.report.site.claim_plots import cut
+from repro.report.site.claim_plots import by_size, cut
 from repro.report.site.definitions import definitions
 from repro.report.site.matrix import COLUMNS, SUBJECTS, outside, rows
 from repro.report.site.plot import Plot, add_level, text
@@ -330,3 +330,13 @@ def test_labels_of_reference_lines_keep_apart():
     for value in (0.0, 0.1, -0.1):
         add_level(data, layout, value, f"at {value}")
     assert {note["y"]: note["yanchor"] for note in layout["annotations"]} == {0.0: "bottom", 0.1: "bottom", -0.1: "top"}
+
+
+def test_one_test_at_several_sizes_is_a_trend_and_different_tests_of_a_metric_are_none():
+    def trends(names, claim):
+        found = load_results([RESULTS / name for name in names])
+        return list(by_size([(result, v) for result in found for v in result.verdicts if v.claim_id == claim]))
+
+    assert len(trends(["logit-explosion-cpu-sizes"], "S-7")) == 1
+    # Both judge the range of tokens, of 16 layers at width 32 and of a memorised text at width 64.
+    assert trends(["block-dgrad-cpu-deep", "block-dgrad-cpu-memorised"], "V3-2") == []
