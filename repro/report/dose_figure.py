@@ -17,6 +17,7 @@ from repro.report.look import (
     log_scale,
     mark_lost,
     mark_low,
+    marker_index,
     panels,
     spread_out,
 )
@@ -91,8 +92,7 @@ def _style(experiment: Experiment, arm: Arm) -> dict:
 
 def _marker(experiment: Experiment, arm: Arm) -> str:
     # Lines may lie on top of one another, so arms differ in their markers as well.
-    index = experiment.labelled().index(arm)
-    return MARKERS[(index + index // len(MARKERS)) % len(MARKERS)]
+    return MARKERS[marker_index(experiment, arm.name, len(MARKERS))]
 
 
 def _mean(values: list[float]) -> float:

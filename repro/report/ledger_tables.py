@@ -14,7 +14,7 @@ def fold(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     common, folded = record.get("ledgers") or {}, {}
     for arm, tables in ledgers_by_arm(record).items():
         folded[arm] = {}
-        for name in sorted({*common, *tables}, key=_number):
+        for name in sorted({*common, *tables}, key=in_order):
             usual, own = _rows(common, name), _rows(tables, name)
             but = {entry: own.get(entry) for entry in [*own, *usual] if own.get(entry) != usual.get(entry)}
             if but:
@@ -31,7 +31,7 @@ def ledgers_by_arm(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             whole[arm] = dict(tables)
             continue
         whole[arm] = {}
-        for name in sorted({*common, *tables}, key=_number):
+        for name in sorted({*common, *tables}, key=in_order):
             own = tables.get(name) or {}
             rows = {**_rows(common, name), **(own.get("but") or {})}
             title = (common.get(name) or own).get("title", "")
@@ -43,5 +43,6 @@ def _rows(tables: Tables, name: str) -> dict[str, Any]:
     return dict((tables.get(name) or {}).get("rows") or {})
 
 
-def _number(name: str) -> tuple[int, str]:
+def in_order(name: str) -> tuple[int, str]:
+    """The key that sorts names of ledgers: N2 before N10."""
     return len(name), name

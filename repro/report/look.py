@@ -71,6 +71,13 @@ def arm_index(experiment: Experiment, name: str) -> int:
     return experiment.labelled().index(experiment.arm(name))
 
 
+def marker_index(experiment: Experiment, name: str, markers: int) -> int:
+    """Which of so many markers an arm has. Where there are more arms they begin again one further on, so that an arm
+    that has the colour of another has not its marker too."""
+    index = arm_index(experiment, name)
+    return (index + index // markers) % markers
+
+
 def arm_style(experiment: Experiment, name: str) -> dict:
     """Colour and line style of an arm, by its place in `experiment.arms`: the same in every figure.
 

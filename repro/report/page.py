@@ -10,7 +10,7 @@ from typing import Any
 from repro.claims import Claim, Experiment, Runs, Verdict, rule_hash
 from repro.claims.canonical import plain
 from repro.report import markdown
-from repro.report.ledger_tables import ledgers_by_arm
+from repro.report.ledger_tables import in_order, ledgers_by_arm
 from repro.report.markdown import escape
 from repro.report.numbers import INTERVAL, count_text, effect_text, interval_text, mde_text, p_text
 from repro.report.rule_words import rule_words
@@ -200,7 +200,7 @@ def _ledgers(record: Mapping) -> Iterator[str]:
     ledgers, by_arm = record.get("ledgers") or {}, ledgers_by_arm(record)
     if ledgers:
         yield "## Ledgers\n"
-    for name in sorted(ledgers, key=lambda name: (len(name), name)):
+    for name in sorted(ledgers, key=in_order):
         title = ledgers[name].get("title", "")
         yield f"### {escape(name)}{': ' if title else ''}{escape(title)}\n"
         rows = []

@@ -20,6 +20,11 @@ _FLIP = f"exact one-sided sign-flip test at {ALPHA:g}"
 _T = f"one-sided paired t-test at {ALPHA:g}"
 
 
+def parts(rule: Criterion | None) -> tuple[Criterion, ...]:
+    """The comparisons in a rule."""
+    return () if rule is None else rule.criteria if isinstance(rule, All) else (rule,)
+
+
 def rule_words(rule: Criterion) -> str:
     """The rule in one sentence without a full stop; a criterion unknown here is read out field by field."""
     match rule:

@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 
 from repro import catalogue
-from repro.claims import All, Criterion
 from repro.errors import ReproError
 from repro.report.ledger_tables import fold
 from repro.report.picture import small_picture
 from repro.report.record import KEYS, RunFolder, sha256, write_atomically, write_json, write_table
+from repro.report.rule_words import parts
 from repro.report.specs import Curve, Effects
 
 POINTS = 41
@@ -139,9 +139,5 @@ def _shown(record: dict[str, Any], path: Path) -> tuple[set[str] | None, set[str
     except ReproError:
         return None, redrawn
     rules = [rule for claim in claims if claim.criterion for rule in (claim.criterion, claim.control.criterion)]
-    read = {part.metric for rule in rules for part in _parts(rule)}
+    read = {part.metric for rule in rules for part in parts(rule)}
     return read | {spec.metric for spec in experiment.figures if isinstance(spec, Curve)}, redrawn
-
-
-def _parts(rule: Criterion) -> list[Criterion]:
-    return [part for inner in rule.criteria for part in _parts(inner)] if isinstance(rule, All) else [rule]

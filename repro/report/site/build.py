@@ -17,7 +17,7 @@ from repro.claims import LABELS, LEDGER, Verdict
 from repro.claims.canonical import number_to_json
 from repro.claims.runs import parse_place
 from repro.errors import ReproError
-from repro.report.ledger_tables import ledgers_by_arm
+from repro.report.ledger_tables import in_order, ledgers_by_arm
 from repro.report.numbers import count_text, effect_text, interval_text, mde_text, p_text
 from repro.report.record import write_atomically
 from repro.report.rule_words import rule_words
@@ -355,7 +355,7 @@ def _ledgers(result: Result, arms: Sequence[str]) -> list[dict[str, Any]]:
     if not by_arm:
         return []
     labels = {arm.name: arm.label for arm in result.experiment.arms} if result.experiment else {}
-    names = sorted({name for found in by_arm.values() for name in found}, key=lambda name: (len(name), name))
+    names = sorted({name for found in by_arm.values() for name in found}, key=in_order)
     ledgers = []
     for name in names:
         tables = {arm: found.get(name) or {} for arm, found in by_arm.items()}

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from repro.claims import All, Criterion, Equivalent, Verdict
+from repro.claims import Equivalent, Verdict
 from repro.claims.runs import parse_place
 from repro.report.effects_figure import LABEL_COLORS, Row, deciding
 from repro.report.numbers import effect_text, interval_text, is_statistical
+from repro.report.rule_words import parts
 from repro.report.site.load import Result, key
 from repro.report.site.plot import Plot, axis, drawn, level, short, text
 from repro.report.site.spec_plots import plots, size_plot
@@ -18,11 +19,6 @@ from repro.report.specs import Curve, Dose, Ladder, Width
 
 NO_EFFECT = {"ratio": 1.0, "difference": 0.0}
 DECADE = 30.0  # a metric whose largest value is so many times its smallest is drawn on a logarithmic axis
-
-
-def parts(rule: Criterion | None) -> tuple[Criterion, ...]:
-    """The comparisons in a rule."""
-    return () if rule is None else rule.criteria if isinstance(rule, All) else (rule,)
 
 
 def measure(result: Result, metric: str) -> str:

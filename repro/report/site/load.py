@@ -209,11 +209,19 @@ def conflicts(results: Sequence[Result]) -> dict[tuple[str, str], list[Result]]:
 JUDGED = ("tier", "family", "statement", "criterion", "control")
 
 
+def installed_claims(name: str, results: Sequence[Result]) -> list[Claim]:
+    """A claim as this installation states it for each of the results; empty if it does not hold the rules under which
+    all of them were judged."""
+    claims = [result.claims.get(name) for result in results]
+    known = None not in claims and all(result.rule_now == result.rule for result in results)
+    return claims if known else []
+
+
 def one_rule(name: str, results: Sequence[Result]) -> bool:
     """Whether results with different hashes judge a claim by one rule, so that only their presets differ: this
     installation holds the rules under which they were judged, and what it says of the claim is the same for all."""
-    claims = [result.claims.get(name) for result in results]
-    if None in claims or any(result.rule_now != result.rule for result in results):
+    claims = installed_claims(name, results)
+    if not claims:
         return False
     # p-values are adjusted over the claims of a family, which a preset may make larger.
     families = [

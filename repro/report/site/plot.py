@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from repro.claims import Experiment
-from repro.report.look import PALETTE, arm_index
+from repro.report.look import PALETTE, arm_index, marker_index
 
 DASHES = ("solid", "dash", "dot", "dashdot")
 ROW = 14  # pixels of a line of labels
@@ -80,10 +80,7 @@ def line_style(experiment: Experiment, arm: str) -> dict[str, Any]:
 
 
 def symbol(experiment: Experiment, arm: str) -> str:
-    index = arm_index(experiment, arm)
-    return SYMBOLS[
-        (index + index // len(SYMBOLS)) % len(SYMBOLS)
-    ]  # after eight, colours begin again but not with these
+    return SYMBOLS[marker_index(experiment, arm, len(SYMBOLS))]
 
 
 def line_trace(x: Sequence, y: Sequence, name: str, style: dict, **more) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from repro.claims.verdict import CONTRADICTED, INCONCLUSIVE, NOT_SUPPORTED, NOT_
 from repro.report.effects_figure import deciding
 from repro.report.numbers import interval_text, number_text, p_text
 from repro.report.rule_words import rule_words
-from repro.report.site.load import Result, one_rule, settings_apart
+from repro.report.site.load import Result, installed_claims, one_rule, settings_apart
 
 MOST_SEEDS = 1000
 
@@ -132,8 +132,8 @@ def why_in_conflict(name: str, results: Sequence[Result]) -> str:
             for setting, values in settings_apart(results).items()
         ]
         return f"Rule, control and arms are the same; the hash covers the whole preset, and there {'; '.join(apart)}."
-    claims = [result.claims.get(name) for result in results]
-    if None in claims or any(result.rule_now != result.rule for result in results):
+    claims = installed_claims(name, results)
+    if not claims:
         return "This installation does not hold all of these rules, so it cannot say in what they differ."
     rules = [rule_words(claim.criterion) if claim.criterion else "none" for claim in claims]
     if len(set(rules)) == 1:
