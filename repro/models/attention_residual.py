@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.config import ModelConfig
-from repro.models.parameter import normal, parameter
+from repro.models.draws import normal
+from repro.models.parameter import parameter
 from repro.models.residual import Ends, Link, Sublayer
 
 
@@ -32,7 +33,7 @@ def _site(module: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None:
     D, std = config.width, config.residual.query_std
     # A query of zero is the uniform average, which a norm cannot tell from the sum, the plain residual stream. The gain
     # then has no gradient until the query has moved.
-    query_D = normal(rngs.params(), (D,), D, gain=std) if std else jnp.zeros(D)
+    query_D = normal(rngs.params(), (D,), std / D**0.5) if std else jnp.zeros(D)
     module.query_D = parameter(query_D, "static")
     module.key_gain_D = parameter(jnp.ones(D), "norm")
 

@@ -12,6 +12,7 @@ from flax import nnx
 from repro.models.attention import MultiHeadAttention
 from repro.models.attention_residual import BlockAttnRes, BlockAttnResEnds
 from repro.models.config import ModelConfig
+from repro.models.draws import draw
 from repro.models.ffn import DenseFFN, magnitudes
 from repro.models.latent_attention import MultiHeadLatentAttention
 from repro.models.linear import folded
@@ -60,6 +61,7 @@ class Block(nnx.Module):
         self.attention_link = link(config, 2 * layer, rngs=rngs)
         self.ffn_link = link(config, 2 * layer + 1, rngs=rngs)
         if config.sigma_reparam:
+            draw(self)  # gamma starts as the norm of the matrix itself
             self.sigma = SigmaReparam({"attention": self.attention, "ffn": self.ffn})
 
     def __call__(

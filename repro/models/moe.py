@@ -11,6 +11,7 @@ from flax import nnx
 from repro.errors import ReproError
 from repro.models.config import ModelConfig
 from repro.models.dispatch import Hidden, Weights, routed
+from repro.models.draws import normal
 from repro.models.ffn import DenseFFN
 from repro.models.linear import folded, linear
 from repro.models.norm import RMSNorm
@@ -65,7 +66,7 @@ class MoE(nnx.Module):
 
         def stack(inputs: int, outputs: int, **how: bool) -> nnx.Param:
             std = config.std(inputs, outputs, branch=True, **how)
-            value = std * jax.random.normal(rngs.params(), (config.moe.experts, inputs, outputs), jnp.float32)
+            value = normal(rngs.params(), (config.moe.experts, inputs, outputs), std)
             return parameter(value, "matrix", inputs=(1,), outputs=(2,), expert=0)
 
         # D stands for the width that experts work in, in LatentMoE too.

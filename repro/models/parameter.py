@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
+
+from repro.models.draws import normal
 
 
 def parameter(
-    value: jax.Array,
+    value: Any,
     role: str,
     *,
     inputs: tuple[int, ...] = (),
@@ -46,18 +46,13 @@ class Buffer(nnx.Variable):
     pass does not change it; it returns the next value as `Output.buffers`."""
 
 
-def normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, *, gain: float = 1.0) -> jax.Array:
-    """Gaussian float32 with standard deviation gain / sqrt(fan_in)."""
-    return jax.random.normal(key, shape, jnp.float32) * (gain / fan_in**0.5)
-
-
 def matrix(
-    config: Any, key: jax.Array, shape: tuple[int, ...], inputs: int = 1, *, writer: bool = False, branch: bool = False
-) -> jax.Array:
-    """A Gaussian matrix whose first `inputs` axes are inputs, with the standard deviation `config.std` gives it."""
+    config: Any, key: Any, shape: tuple[int, ...], inputs: int = 1, *, writer: bool = False, branch: bool = False
+) -> Any:
+    """A Gaussian matrix (`normal`) whose first `inputs` axes are inputs, with the standard deviation `config.std` gives
+    it."""
     fan_in, fan_out = math.prod(shape[:inputs]), math.prod(shape[inputs:])
-    std = config.std(fan_in, fan_out, writer=writer, branch=branch)
-    return jax.random.normal(key, shape, jnp.float32) * std
+    return normal(key, shape, config.std(fan_in, fan_out, writer=writer, branch=branch))
 
 
 def declarations(module: nnx.Module) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repro.models.config import ModelConfig
+from repro.models.draws import normal
 from repro.models.hyper_connections import (
     Maps,
     head_weights,
@@ -20,7 +21,7 @@ from repro.models.hyper_connections import (
     write_streams,
 )
 from repro.models.output import ResidualStats
-from repro.models.parameter import normal, parameter
+from repro.models.parameter import parameter
 from repro.models.residual import Ends, Link, Sublayer
 
 
@@ -110,8 +111,8 @@ class ManifoldHyperConnections(StreamLink):
 def _phi(config: ModelConfig, outputs: int, rngs: nnx.Rngs) -> nnx.Param:
     """The projection of all streams of a token, which a symmetric start leaves at zero."""
     N, D = config.residual.streams, config.width
-    gain = 0.0 if config.residual.start == "symmetric" else 1.0
-    value = normal(rngs.params(), (N, D, outputs), N * D, gain=gain)
+    std = 0.0 if config.residual.start == "symmetric" else 1.0 / (N * D) ** 0.5
+    value = normal(rngs.params(), (N, D, outputs), std)
     return parameter(value, "matrix", inputs=(0, 1), outputs=(2,))
 
 

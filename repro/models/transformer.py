@@ -14,10 +14,11 @@ from flax import nnx
 from repro.errors import ReproError
 from repro.models.block import Block, Unit, ends, layer_stats
 from repro.models.config import ModelConfig
+from repro.models.draws import Keys, KeysOf, draw, normal
 from repro.models.linear import folded, linear
 from repro.models.norm import block_norm, rms_norm
 from repro.models.output import Output, Stats
-from repro.models.parameter import declarations, normal, parameter
+from repro.models.parameter import declarations, parameter
 from repro.models.pattern import Segment, attention_groups, stack_names
 from repro.models.sigma_reparam import with_initial_vectors
 from repro.quant import Precision, stored
@@ -27,7 +28,12 @@ _KEPT = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "unbatched_dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-_UNROLL_UP_TO = 4  # layers; on CPU an unrolled pair of blocks ran a tenth faster than a loop over two
+
+
+def unrolled(layers: int) -> bool:
+    """Whether a stack of so many layers is compiled layer by layer: on CPU an unrolled pair of blocks ran a tenth faster
+    than a loop over two, and took half as long again to compile. Not where JAX is told to disable most optimisations."""
+    return layers <= 4 and not jax.config.read("jax_disable_most_optimizations")
 
 
 class Transformer(nnx.Module):
@@ -40,15 +46,17 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         D, Z = config.width, config.vocab_size
         self.config = config
-        self.embedding_ZD = parameter(normal(rngs.params(), (Z, D), 1, gain=config.embedding_std), "embedding")
+        keys = KeysOf(rngs)
+        self.embedding_ZD = parameter(normal(keys.params(), (Z, D), config.embedding_std), "embedding")
         first = 0
         for name, (unit, repeats) in zip(self.stacked, config.segments, strict=True):
             make = nnx.vmap(functools.partial(_unit, config, unit), in_axes=0, out_axes=0)
-            setattr(self, name, make(first + len(unit) * jnp.arange(repeats), rngs.split(repeats)))
+            setattr(self, name, make(first + len(unit) * jnp.arange(repeats), keys.split(repeats)))
             first += len(unit) * repeats
         self.final_norm = block_norm(config)
-        self.head_DZ = parameter(normal(rngs.params(), (D, Z), D, gain=config.head_gain), "head")
-        self.ends = ends(config, rngs=rngs)  # last, so that schemes share all other initial weights
+        self.head_DZ = parameter(normal(keys.params(), (D, Z), config.head_gain / D**0.5), "head")
+        self.ends = ends(config, rngs=keys)  # last, so that schemes share all other initial weights
+        draw(self)
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -137,7 +145,7 @@ class Transformer(nnx.Module):
             routes = routes.reshape(repeats, len(routed), *routes.shape[1:])
         layers = tuple(state), first + len(unit) * jnp.arange(repeats), routes
         # Quantised layers take long to compile, and gain nothing from it.
-        unroll = repeats if config.layers <= _UNROLL_UP_TO and config.dots == Precision() else 1
+        unroll = repeats if config.dots == Precision() and unrolled(config.layers) else 1
         body = jax.checkpoint(body, policy=_KEPT[config.remat_policy]) if config.remat else body
         carry, (found, updated) = jax.lax.scan(body, carry, layers, unroll=unroll)
         return carry, _interleaved(found), updated
@@ -151,7 +159,8 @@ class _Done:
     routed: int = 0
 
 
-def _unit(config: ModelConfig, unit: tuple, layer: jax.Array, rngs: nnx.Rngs) -> nnx.Module:
+def _unit(config: ModelConfig, unit: tuple, layer: jax.Array, key: jax.Array) -> nnx.Module:
+    rngs = Keys(key)
     return Block(config, unit[0], layer, rngs=rngs) if len(unit) == 1 else Unit(config, unit, layer, rngs=rngs)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from repro.errors import ReproError
 from repro.models import ModelConfig, rms_norm, rope
+from repro.models.transformer import unrolled
 from repro.optim import adamw
 from repro.quant import POLICIES, fake_quantize
 from repro.quant.bits import INFINITY, from_bits, magnitude
@@ -235,9 +236,8 @@ class DgradProgram(Program):
 
         layers = {n: w for n, w in params.items() if "_L" in n}
         probe = jnp.broadcast_to(probe_LBTD, (L, B, T, m.width))
-        x_BTD, top_L = jax.lax.scan(
-            block, params["embedding_ZD"][tokens_BT], (layers, probe), unroll=L if L <= 4 else 1
-        )
+        unroll = L if unrolled(L) else 1
+        x_BTD, top_L = jax.lax.scan(block, params["embedding_ZD"][tokens_BT], (layers, probe), unroll=unroll)
         logits_BTZ = rms_norm(x_BTD, 1.0, m.norm_eps) @ params["head_DZ"]
         own_Z, own_B11 = np.arange(m.vocab_size) >= TEXT, (np.arange(B) % 2 == 1)[:, None, None] & (E == 2)
         logits_BTZ = jnp.where(own_Z == own_B11, logits_BTZ, jnp.finfo(jnp.float32).min)
