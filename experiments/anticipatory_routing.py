@@ -426,6 +426,11 @@ EXPERIMENT = Experiment(
     checks=checks,
     check_arms=TOYS,
     figures=FIGURES,
+    words={
+        "load_then_outlier": "partial correlation, load now with outlier later",
+        "hit_loss": "training loss, 40 steps from the hit [nats/token]",
+        "outlier_then_load": "partial correlation, outlier now with load later",
+    },
 )
 
 if __name__ == "__main__":

@@ -406,6 +406,12 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=("norm", "no_norm", "bound", "wrong_bound", "sigma", "frobenius"),
     figures=FIGURES,
+    words={
+        "max_logit": "largest attention logit, last tenth",
+        "max_capped_logit": "largest capped attention logit",
+        "peak_max_logit": "largest attention logit of all steps",
+        "lr_sensitivity": "learning-rate sensitivity [nats/token]",
+    },
 )
 
 if __name__ == "__main__":

@@ -410,6 +410,11 @@ EXPERIMENT = Experiment(
         *(Arm(f"group_{e}_{kind}", f"{e.upper()} {kind}") for kind in ("block", "tile") for e in FORMATS_TRIED),
     ),
     figures=FIGURES,
+    words={
+        "growth": "error of the first layer over that of the last",
+        "token_range": "largest over smallest gradient of the tokens of a group [octaves]",
+        "train_loss": "training loss on text, last tenth [nats/token]",
+    },
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -562,6 +562,11 @@ EXPERIMENT = Experiment(
     plan=plan,
     checks=checks,
     figures=FIGURES,
+    words={
+        "gained": "entropy of single letters minus loss [nats/token]",
+        "adam_slope": "power of the depth in the first change of the output, Adam",
+        "gradient_slope": "power of the depth in the first change of the output, gradient",
+    },
 )
 
 if __name__ == "__main__":

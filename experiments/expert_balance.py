@@ -351,6 +351,9 @@ EXPERIMENT = Experiment(
     checks=checks,
     check_arms=CHECKS,
     figures=FIGURES,
+    words={
+        "early_violation": "MaxVio, steps 5 to 24",
+    },
 )
 
 if __name__ == "__main__":

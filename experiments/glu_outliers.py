@@ -441,6 +441,9 @@ EXPERIMENT = Experiment(
     checks=checks,
     check_arms=(*FORMS, "soft_sign"),
     figures=FIGURES,
+    words={
+        "growth": "largest hidden unit, end over beginning",
+    },
 )
 
 if __name__ == "__main__":

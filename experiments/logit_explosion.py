@@ -406,6 +406,14 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=("qk_clip", "qk_clip_shared"),
     figures=FIGURES,
+    words={
+        "max_logit": "largest attention logit, last tenth",
+        "max_capped_logit": "largest capped attention logit",
+        "clipped_heads_ever": "share of heads ever above tau",
+        "clipped_share_last": "share of heads above tau, last tenth",
+        "clipped_share_peak": "share of heads above tau, worst tenth",
+        "lr_sensitivity": "learning-rate sensitivity [nats/token]",
+    },
 )
 
 if __name__ == "__main__":

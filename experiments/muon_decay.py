@@ -212,6 +212,11 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=(Arm("muon_over_adamw", "Muon over AdamW"), Arm("adamw_over_muon", "AdamW over Muon")),
     figures=FIGURES,
+    words={
+        "rms_growth": "weight RMS, end over beginning of the last third",
+        "entropy_share": "share of matrices with the higher SVD entropy",
+        "svd_entropy": "SVD entropy, mean over matrices",
+    },
 )
 
 if __name__ == "__main__":

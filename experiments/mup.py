@@ -392,6 +392,10 @@ EXPERIMENT = Experiment(
     checks=checks,
     derive=derive,
     figures=FIGURES,
+    words={
+        "drift": "drift of the best rate [octaves per doubling of width]",
+        "half_of_other_minus_own": "half of the drift under standard rates, minus the own [octaves per doubling of width]",
+    },
 )
 
 if __name__ == "__main__":

@@ -167,6 +167,9 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=("start",),
     figures=FIGURES,
+    words={
+        "clamped_share": "share of gains above the largest MXFP8 value of their block",
+    },
 )
 
 if __name__ == "__main__":

@@ -233,6 +233,9 @@ EXPERIMENT = Experiment(
     plan=plan,
     derive=derive,
     figures=FIGURES,
+    words={
+        "recovered": "part of SGD's gap that is recovered",
+    },
 )
 
 if __name__ == "__main__":

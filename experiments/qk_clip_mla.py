@@ -290,6 +290,13 @@ EXPERIMENT = Experiment(
     derive=derive,
     check_arms=("qk_clip", "sqrt_rotary", "scaled_shared_key"),
     figures=FIGURES,
+    words={
+        "peak_over_tau": "largest attention logit of all steps over tau",
+        "clipped_heads_ever": "share of heads ever above tau",
+        "clipped_share_last": "share of heads above tau, last tenth",
+        "clipped_share_peak": "share of heads above tau, worst tenth",
+        "over_tau": "largest attention logit over tau",
+    },
 )
 
 if __name__ == "__main__":

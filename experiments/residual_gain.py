@@ -301,6 +301,9 @@ EXPERIMENT = Experiment(
     checks=checks,
     check_arms=("sinkhorn", "near_identity", "unconstrained"),
     figures=FIGURES,
+    words={
+        "least_gain_backward_min": "smallest backward gain of all steps",
+    },
 )
 
 if __name__ == "__main__":

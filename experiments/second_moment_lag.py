@@ -428,6 +428,9 @@ EXPERIMENT = Experiment(
     },
     checks=checks,
     figures=FIGURES,
+    words={
+        "removed": "part of the overshoot that is removed",
+    },
 )
 
 if __name__ == "__main__":

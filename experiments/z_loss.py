@@ -138,6 +138,9 @@ EXPERIMENT = Experiment(
     plan=plan,
     derive=derive,
     figures=FIGURES,
+    words={
+        "drift": "RMS of log Z, last tenth over first ten steps",
+    },
 )
 
 if __name__ == "__main__":

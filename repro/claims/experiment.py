@@ -85,6 +85,7 @@ class Experiment:
         derive: runs -> runs with metrics computed from others.
         check_arms: what only `checks` or `derive` produce: names, or an `Arm` with a label where a figure shows it.
         figures: what the report draws, in the report's own terms; no verdict depends on it.
+        words: metric -> what it is, with its unit, for those that no figure labels.
 
     ReproError at construction if an arm or a claim stands twice, a claim is not in the ledger, a criterion reads an
     unknown arm, tuning and test seeds overlap, or an evidence preset has too few seeds n for its largest family of m
@@ -101,6 +102,7 @@ class Experiment:
     derive: Callable[[Runs], Iterable[Run]] | None = None
     check_arms: tuple[str | Arm, ...] = ()
     figures: tuple[Any, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         names = self.names()

@@ -24,6 +24,7 @@ from repro.claims import (
 )
 from repro.report.look import DPI, GREY, WIDTH, add_legend, log_scale
 from repro.report.numbers import INTERVAL, effect_text, interval_text, is_statistical, verdict_name
+from repro.report.rule_words import parts
 from repro.report.specs import Effects
 
 LABEL_COLORS = {
@@ -39,10 +40,15 @@ _NO_EFFECT = {"ratio": 1.0, "difference": 0.0}
 
 @dataclass(frozen=True)
 class Row:
-    """One claim of the plot: its verdict, the rule that decided (None if it is not known), and its axis."""
+    """One claim of the plot: its verdict, the comparisons that its effect is of (`deciding`), and its axis."""
 
     verdict: Verdict
-    rule: Criterion | None
+    parts: tuple[Criterion, ...]
+
+    @property
+    def rule(self) -> Criterion | None:
+        """The first of them; None if it is not known which decided."""
+        return self.parts[0] if self.parts else None
 
     @property
     def group(self) -> tuple[str, str]:
@@ -56,15 +62,8 @@ class Row:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The bounds that the rule states, on the axis of the effect."""
-        match self.rule:
-            case Greater(smallest=float() | int() as smallest):
-                return (smallest,)
-            case Ratio(at_least=bound) | AtLeast(bound=bound) | AtMost(bound=bound) | NonInferior(margin=bound):
-                return (bound,)
-            case Equivalent(margin=margin):
-                return (-margin, margin)
-        return ()
+        """The bounds that the comparisons state, on the axis of the effect."""
+        return tuple(bound for part in self.parts for bound in _stated(part))
 
     @property
     def dots(self) -> list[float]:
@@ -120,12 +119,25 @@ def _rules(experiment: Experiment, names: list[str]) -> dict[str, Criterion]:
     return {name: next(iter(rules)) for name, rules in found.items() if len(rules) == 1}
 
 
-def deciding(rule: Criterion | None, quantity: str) -> Criterion | None:
-    """The part of a conjunction whose quantity a verdict shows; the rule itself if it has no parts."""
+def _stated(part: Criterion) -> tuple[float, ...]:
+    match part:
+        case Greater(smallest=float() | int() as smallest):
+            return (smallest,)
+        case Ratio(at_least=bound) | AtLeast(bound=bound) | AtMost(bound=bound) | NonInferior(margin=bound):
+            return (bound,)
+        case Equivalent(margin=margin):
+            return (-margin, margin)
+    return ()
+
+
+def deciding(rule: Criterion | None, quantity: str) -> tuple[Criterion, ...]:
+    """The comparisons in a rule of the quantity that a verdict shows: several where one quantity lies between bounds,
+    none where it is not known which decided."""
     if not isinstance(rule, All):
-        return rule
+        return parts(rule)
     fitting = [part for part in rule.criteria if all(f"{at}" in quantity for at in (part.metric, *part.reads()))]
-    return fitting[0] if len(fitting) == 1 else None
+    measured = {(part.metric, part.reads(), getattr(part, "log", False)) for part in fitting}
+    return tuple(fitting) if len(measured) == 1 else ()
 
 
 def _draw_group(axes: Axes, scale: str, measured: str, rows: list[Row]):

@@ -9,10 +9,11 @@ import polars as pl
 import pytest
 from matplotlib.collections import PolyCollection
 
-from repro.claims import Arm, AtLeast, Claim, Control, Greater, Run, Runs, decide_all, swapped
+from repro.claims import All, Arm, AtLeast, AtMost, Claim, Control, Greater, Run, Runs, decide_all, swapped
 from repro.errors import ReproError
 from repro.report import Curve, Dose, Effects, Heatmap, Ladder, Reference, Width, draw, figure
 from repro.report.curve_figure import band
+from repro.report.effects_figure import deciding
 from repro.report.look import LINE_STYLES, PALETTE, arm_style, legend_shape, plain_number
 
 LOGIT = Curve("c", "max_logit", "title", "max logit", log=True)
@@ -234,6 +235,19 @@ def test_geometric_means_have_a_logarithmic_axis(experiment, runs):
     one = dataclasses.replace(experiment, claims=(claim,))
     (axes,) = figure(Effects("e", "t"), one, pl.DataFrame(), Runs(), decide_all((claim,), runs)).axes
     assert axes.get_xscale() == "log" and axes.get_xlabel() == "max_logit"
+
+
+def test_a_quantity_between_bounds_is_named_by_its_metric_and_has_both(experiment, runs):
+    between = lambda arm: All((AtLeast("max_logit", arm, 100), AtMost("max_logit", arm, 900)))
+    claim = Claim("K2-1", "s", "t", "", "", "D", between("muon@best/s"), Control("AdamW", between("adamw@best/s")))
+    one = dataclasses.replace(experiment, claims=(claim,))
+    (axes,) = figure(Effects("e", "t"), one, pl.DataFrame(), Runs(), decide_all((claim,), runs)).axes
+    assert axes.get_xlabel() == "max_logit"
+    bounds = {line.get_xdata()[0] for line in axes.lines if line.get_color() == "black"}
+    assert {100, 900} <= bounds
+    other = All((AtLeast("max_logit", "muon@best/s", 100), AtMost("loss", "muon@best/s", 900)))
+    assert deciding(other, "max_logit of muon@best/s") == other.criteria[:1]
+    assert deciding(other, "something else") == () and deciding(None, "") == ()
 
 
 def test_effects_of_one_seed_and_of_a_diverged_run(experiment, runs, tmp_path):

@@ -13,9 +13,25 @@ import pytest
 pytest.importorskip("plotly", reason="the pages need repro[pages]")
 pytest.importorskip("jinja2", reason="the pages need repro[pages]")
 
-from repro.claims import LEDGER, Claim, Control, Greater, NonInferior, Verdict, decide_all, swapped
+from repro import catalogue
+from repro.claims import (
+    LEDGER,
+    All,
+    AtLeast,
+    AtMost,
+    Claim,
+    Control,
+    Greater,
+    NonInferior,
+    Ratio,
+    Trend,
+    Verdict,
+    decide_all,
+    swapped,
+)
 from repro.claims.runs import Run, Runs
 from repro.errors import ReproError
+from repro.report.rule_words import parts
 from repro.report.site import build_site, conflicts, load_results
 from repro.report.site.build import Judged
 from repro.report.site.claim_plots import by_size, cut
@@ -270,6 +286,24 @@ def test_what_would_change_a_verdict_follows_from_its_rule():
     assert "below 0.5" in smallest and "came out contradicted" in control
     claim, verdict = _decided(rule, {"a": [2.0, 0.1, 1.9, 0.2, 2.0, 2.1, 0.8, 2.0], "b": [1.0] * 8})
     assert verdict.label == "inconclusive" and "about" in what_would_change(claim, verdict)[1]
+    between = lambda arm: All((AtLeast("loss", arm, 0.5), AtMost("loss", arm, 8.5)))
+    claim, verdict = _decided(between("a"), {"a": [2.0, 2.1] * 4, "b": [9.0] * 8}, between("b"))
+    assert verdict.label == "supported" and "reaches 0.5 or 8.5 (" in what_would_change(claim, verdict)[0]
+
+
+def test_what_seeds_are_judged_by_has_words():
+    """The axis of an effect says what it is, and its unit; ratios need none."""
+    without = set()
+    for name in catalogue.names():
+        experiment = catalogue.load(name)
+        labelled = {getattr(spec, "metric", None) for spec in experiment.figures} | set(experiment.words)
+        for preset in experiment.presets.values():
+            for claim in experiment.claims_for(preset):
+                rules = parts(claim.criterion) if claim.tier == "D" else ()
+                ratio = lambda rule: isinstance(rule, Ratio) or (isinstance(rule, Greater | Trend) and rule.log)
+                on_axis = {rule.metric for rule in rules if not ratio(rule)}
+                without |= {(name, metric) for metric in on_axis - labelled}
+    assert without == set()
 
 
 def test_seeds_needed_scale_as_the_square():

@@ -22,10 +22,12 @@ DECADE = 30.0  # a metric whose largest value is so many times its smallest is d
 
 
 def measure(result: Result, metric: str) -> str:
-    """What a metric is, as the experiment's own figures label their axes; its name where none shows it."""
-    figures = result.experiment.figures if result.experiment else ()
+    """What a metric is, as the experiment's figures label their axes, or in its words; its name where it has neither."""
     name = metric if "@" in metric else metric.replace("_", " ")
-    return next((spec.ylabel for spec in figures if getattr(spec, "metric", None) == metric), name)
+    if result.experiment is None:
+        return name
+    labels = (spec.ylabel for spec in result.experiment.figures if getattr(spec, "metric", None) == metric)
+    return next(labels, result.experiment.words.get(metric, name))
 
 
 def place_words(result: Result, at: str, *, size: bool = True) -> str:

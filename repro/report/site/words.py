@@ -64,8 +64,9 @@ def what_would_change(claim: Claim | None, verdict: Verdict) -> list[str]:
             "change nothing."
         ]
         return lines + ([_control(verdict)] if verdict.label == SUPPORTED else [])
-    rule = deciding(claim.criterion, verdict.quantity)
-    bounds = bound_of(rule)
+    compared = deciding(claim.criterion, verdict.quantity)
+    rule = compared[0] if len(compared) == 1 else None
+    bounds = tuple(bound for part in compared for bound in bound_of(part))
     if verdict.effect is None or verdict.interval is None or not bounds:
         return ["Runs whose values are finite at every seed; without them no effect can be computed."]
     bound = " and ".join(f"{b:g}" for b in bounds)
@@ -74,7 +75,7 @@ def what_would_change(claim: Claim | None, verdict: Verdict) -> list[str]:
         ends = [end for end in verdict.interval if math.isfinite(end)]
         nearest = min(((abs(end - b), end) for end in ends for b in bounds), default=(0, math.nan))[1]
         lines = [
-            f"An interval that reaches {bound} (its nearer end is {number_text(nearest, 3)}), or an adjusted p above "
+            f"An interval that reaches {' or '.join(f'{b:g}' for b in bounds)} (its nearer end is {number_text(nearest, 3)}), or an adjusted p above "
             f"{ALPHA:g} (it is {p_text(verdict.p_holm)})."
         ]
         smallest = getattr(rule, "smallest", None)
