@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-_TOGETHER_UP_TO = 2**24
-"""Weights. Keys and positions take about 40 bytes per weight for a moment, so a larger model is drawn matrix by matrix."""
+_TOGETHER_UP_TO, _BLOCK = 2**26, 2**16
+"""Weights of a model, and of a block: keys and positions take about 40 bytes per weight, so they exist for a block at a
+time. A larger model is drawn matrix by matrix, which takes half the time to run and can be sharded."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("key", "number"), meta_fields=("shape", "std"))
@@ -107,11 +108,16 @@ def _drawn(draws: list[Draw]) -> list[jax.Array]:
     first = np.cumsum(sizes) - sizes
     # As XLA folds the factor of `jax.random.normal` and the standard deviation where it sees both.
     scale = np.repeat([np.float32(math.sqrt(2)) * np.float32(one.std) for one in draws], matrices)
-    place = jnp.arange(total)
-    matrix = jnp.searchsorted(first, place, side="right") - 1
-    of_element = lambda table: jnp.asarray(table).at[matrix].get(mode="promise_in_bounds")
-    words = jax.random.key_data(jax.vmap(jax.random.fold_in)(of_element(keys), place - of_element(first)))
-    flat = jax.lax.erf_inv(_uniform(words[:, 0] ^ words[:, 1])) * of_element(scale)
+    size = min(_BLOCK, total)
+
+    def block(start: jax.Array) -> jax.Array:
+        place = start + jnp.arange(size)
+        matrix = jnp.searchsorted(first, place, side="right") - 1
+        of_element = lambda table: jnp.asarray(table).at[matrix].get(mode="promise_in_bounds")
+        words = jax.random.key_data(jax.vmap(jax.random.fold_in)(of_element(keys), place - of_element(first)))
+        return jax.lax.erf_inv(_uniform(words[:, 0] ^ words[:, 1])) * of_element(scale)
+
+    flat = jax.lax.map(block, jnp.arange(0, total, size)).reshape(-1)[:total]
     ends = np.cumsum([math.prod(one.batched) for one in draws])[:-1]
     return [part.reshape(one.batched) for part, one in zip(jnp.split(flat, ends), draws, strict=True)]
 

@@ -47,6 +47,13 @@ def test_bits_are_those_of_separate_draws(seed):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, wanted))
 
 
+def test_blocks_join(monkeypatch):
+    whole = drawn(nnx.Rngs(params=5))
+    monkeypatch.setattr(draws, "_BLOCK", 8)  # 37 weights: the last block is not full
+    np.testing.assert_array_equal(drawn(nnx.Rngs(params=5))["w_LDF"], whole["w_LDF"])
+    np.testing.assert_array_equal(drawn(nnx.Rngs(params=5))["b_D"], whole["b_D"])
+
+
 def test_another_position_or_key_is_another_number(monkeypatch):
     right = drawn(nnx.Rngs(params=0))
     folded = draws._folded
