@@ -10,6 +10,7 @@ from repro.models.quantile import quantile
 
 # Finite, so that a row's gradient stays defined, and below every logit, also those of a run that diverges.
 _MASKED = float(np.finfo(np.float32).min)
+_FAR = -104.0  # below it exp is 0 in float32
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
@@ -45,7 +46,8 @@ def logit_statistics(
     weight_BHTS = jnp.exp(masked_BHTS - top_BHT1)
     total_BHT1 = jnp.sum(weight_BHTS, -1, keepdims=True)
     # H = log Z - E[z], with both taken relative to the row's maximum.
-    mean_BHT = jnp.where(mask_TS, weight_BHTS * (seen - top_BHT1), 0.0).sum(-1) / total_BHT1[..., 0]
+    # Bounded, since 0 times the -inf of a masked logit would be no number.
+    mean_BHT = (weight_BHTS * jnp.maximum(masked_BHTS - top_BHT1, _FAR)).sum(-1) / total_BHT1[..., 0]
     entropy_BHT = jnp.log(total_BHT1[..., 0]) - mean_BHT
     # Row by row first: a CPU is fast where it reduces along the last axis alone.
     max_abs = jnp.where(mask_TS, jnp.abs(raw), 0.0).max(-1).max((0, 2))
