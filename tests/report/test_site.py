@@ -371,6 +371,10 @@ def test_one_test_at_several_sizes_is_a_trend_and_different_tests_of_a_metric_ar
         found = load_results([RESULTS / name for name in names])
         return list(by_size([(result, v) for result in found for v in result.verdicts if v.claim_id == claim]))
 
-    assert len(trends(["logit-explosion-cpu-sizes"], "S-7")) == 1
+    (plot,) = trends(["logit-explosion-cpu-sizes"], "S-7")
+    widths = {row[0] for row in plot.rows}
+    assert any("lines" in trace["mode"] for trace in plot.data if trace.get("name")) == (len(widths) > 2)
+    (two, *_) = trends(["low-precision-updates-cpu"], "FP-1")
+    assert len({row[0] for row in two.rows}) == 2 and not any("lines" in trace["mode"] for trace in two.data)
     # Both judge the range of tokens, of 16 layers at width 32 and of a memorised text at width 64.
     assert trends(["block-dgrad-cpu-deep", "block-dgrad-cpu-memorised"], "V3-2") == []

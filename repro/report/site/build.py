@@ -18,7 +18,7 @@ from repro.claims.canonical import number_to_json
 from repro.claims.runs import parse_place
 from repro.errors import ReproError
 from repro.report.ledger_tables import in_order, ledgers_by_arm
-from repro.report.numbers import count_text, effect_text, interval_text, mde_text, p_text
+from repro.report.numbers import NONE, count_text, effect_text, interval_text, mde_text, p_text
 from repro.report.record import write_atomically
 from repro.report.rule_words import rule_words
 from repro.report.site import claim_plots, matrix, words
@@ -134,6 +134,16 @@ class Judged:
     @property
     def mde(self) -> str:
         return mde_text(self.verdict)
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """The numbers that there are, with their names."""
+        names = ("effect", "95 % interval", "n", "p (Holm)", "minimum detectable")
+        return [
+            (name, number)
+            for name, number in zip(names, (self.effect, self.interval, self.n, self.p, self.mde), strict=True)
+            if number != NONE
+        ]
 
     @property
     def size_words(self) -> str:

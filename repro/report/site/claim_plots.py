@@ -13,7 +13,7 @@ from repro.report.effects_figure import LABEL_COLORS, Row, deciding
 from repro.report.numbers import effect_text, interval_text, is_statistical
 from repro.report.rule_words import parts
 from repro.report.site.load import Result, key
-from repro.report.site.plot import Plot, axis, drawn, level, short, text
+from repro.report.site.plot import Plot, axis, drawn, level, sentence, short, text
 from repro.report.site.spec_plots import plots, size_plot
 from repro.report.specs import Curve, Dose, Ladder, Width
 
@@ -69,7 +69,7 @@ def by_step(result: Result, verdicts: Sequence[Verdict]) -> Iterator[Plot]:
             words for words in (f"at the point {point}" if point else "", f"size {size}" if size else "") if words
         )
         spec = Curve(
-            f"step-{number}", metric, f"{measure(result, metric)} by step" + (f", {where}" if where else ""),
+            f"step-{number}", metric, sentence(f"{measure(result, metric)} by step") + (f", {where}" if where else ""),
             measure(result, metric), arms=named, log=bool(wide) or bool(like and like.log),
             smooth=like.smooth if like else 1, start=like.start if like else 0,
         )  # fmt: skip
@@ -210,10 +210,10 @@ def by_size(results: Sequence[tuple[Result, Verdict]]) -> Iterator[Plot]:
         between = " over " if scale == "ratio" else " minus "
         names = between.join(place_words(result, at, size=False) for at in rule.reads())
         relative = ", relative" if isinstance(rule, Equivalent) and rule.relative else ""
-        few = " Two sizes are only listed: they are no trend." if len(by_width) == 2 else ""
+        joined = "diamonds their means; two sizes are no trend" if len(by_width) == 2 else "the line joins their means"
         what = measure(result, rule.metric)
         yield size_plot(
-            f"size-{number}", f"{what}: {names}", f"Dots are test seeds, the line joins their means.{few}",
+            f"size-{number}", sentence(f"{what}: {names}"), f"Dots are test seeds, {joined}.",
             what if what.endswith(scale) else f"{what}{relative}, {'level' if scale == 'value' else scale}",
             by_width, {"color": "#0072B2", "dash": "solid", "width": 2}, base=NO_EFFECT.get(scale), log=log,
             bounds=row.bounds,

@@ -63,6 +63,11 @@ def text(words: object) -> str:
     return str(words).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+def sentence(words: str) -> str:
+    """Words with which a title or a sentence can begin."""
+    return words[:1].upper() + words[1:]
+
+
 def short(value: float, digits: int = 5) -> float | None:
     """A number of few digits for a figure; None where there is nothing to draw."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None

@@ -23,6 +23,7 @@ from repro.report.site.plot import (
     faint,
     line_style,
     line_trace,
+    sentence,
     short,
     symbol,
     text,
@@ -53,9 +54,11 @@ def plots(spec: Spec, experiment: Experiment, curves: pl.DataFrame, runs: Runs) 
 
 
 def _caption(spec: Spec) -> str:
-    """The caption without the title, which stands above a figure on a page, and in words."""
+    """The caption without the title, which stands above a figure on a page; a metric as its axis names it."""
     caption, metric = spec.caption.removeprefix(f"{spec.title}: "), getattr(spec, "metric", "")
-    return caption.replace(metric, metric.replace("_", " ")) if metric else caption
+    if isinstance(spec, Width):
+        metric = f"{metric} of {spec.left} over {spec.right}"
+    return sentence(spec.ylabel + caption[len(metric) :] if metric and caption.startswith(metric) else caption)
 
 
 def _named(spec: Spec, size: str, sizes: list[str]) -> tuple[str, str]:
@@ -102,7 +105,7 @@ def _curves(spec: Curve, experiment: Experiment, curves: pl.DataFrame) -> Iterat
         if spec.line is not None:
             add_level(data, layout, spec.line, spec.line_label or f"{spec.line:g}", log=spec.log)
         summary = f"{title}: {spec.ylabel} by step. At the last step drawn, medians over seeds: {'; '.join(ends)}."
-        headings = ("arm", "step", f"median of {spec.metric}", "smallest seed", "largest seed", "seeds")
+        headings = ("arm", "step", f"{spec.ylabel}, median", "smallest seed", "largest seed", "seeds")
         caption = BANDS + crosses + (f" Trailing means over {smoothed} steps." if smoothed > 1 else "")
         yield Plot(name, title, caption, summary, data, layout, headings, table)
 
@@ -188,7 +191,7 @@ def _ladders(spec: Ladder, experiment: Experiment, runs: Runs) -> Iterator[Plot]
         }
         _mark_unseen(layout, experiment, means, True, spec.log)
         table = _table(experiment, here, spec.metric, lambda run: f"{run.rate:g}")
-        headings = ("arm", "phase", "learning rate", "seed", spec.metric)
+        headings = ("arm", "phase", "learning rate", "seed", spec.ylabel)
         yield Plot(
             name,
             title,
@@ -249,7 +252,7 @@ def _doses(spec: Dose, experiment: Experiment, runs: Runs) -> Iterator[Plot]:
             add_level(data, layout, value, line.label, log=log, vertical=upright)
         _mark_unseen(layout, experiment, means, bool(spec.log_x), spec.log_y)
         table = _table(experiment, here, spec.metric, lambda run: f"{dose_of[run.point]:g}")
-        headings = ("arm", "phase", spec.xlabel, "seed", spec.metric)
+        headings = ("arm", "phase", spec.xlabel, "seed", spec.ylabel)
         yield Plot(
             name,
             title,
@@ -294,16 +297,11 @@ def _mean(values: list[float], log: bool) -> float:
 def size_plot(
     name, title, caption, ylabel, by_width: dict[float, list[float]], style: dict, *, base, log, **more
 ) -> Plot:
-    """Effects of single seeds and their mean (geometric where `log`) against model width."""
+    """Effects of single seeds and their mean (geometric where `log`) against model width, joined from three on."""
     means = [_mean(values, log) for values in by_width.values()]
-    data = line_trace(
-        list(by_width),
-        drawn(means, log),
-        "mean over seeds",
-        style,
-        mode="lines+markers",
-        marker={"size": 9, "symbol": "diamond", "color": style["color"]},
-    )
+    mean = {"marker": {"size": 9, "symbol": "diamond", "color": style["color"]}}
+    mean["mode"] = "lines+markers" if len(by_width) > 2 else "markers"  # a line would make two sizes a trend
+    data = line_trace(list(by_width), drawn(means, log), "mean over seeds", style, **mean)[-1:]
     dots = [(w, v) for w, values in by_width.items() for v in values if math.isfinite(v) and (v > 0 or not log)]
     data.append({"x": [w for w, _ in dots], "y": [short(v) for _, v in dots], "mode": "markers", "name": "single seeds",
                  "marker": {"size": 6, "color": faint(style["color"], 0.5)}})  # fmt: skip

@@ -24,10 +24,24 @@
 
   // As in the still figures: 1, 2 and 5 of every decade in full over less than two decades, else powers of ten. Over less
   // than one, as many round numbers as there is room for, or the library's own.
-  const plain = (value) => {
-    if (value >= 1e-4 && value < 1e5) return String(Number(value.toPrecision(6)));
-    const power = Math.floor(Math.log10(value) + 1e-9), mantissa = Number((value / 10 ** power).toPrecision(3));
-    return (mantissa === 1 ? "" : `${mantissa}·`) + `10<sup>${String(power).replace("-", "−")}</sup>`;
+  const scientific = (value) => {
+    const exponent = Math.floor(Math.log10(value) + 1e-9), mantissa = Number((value / 10 ** exponent).toPrecision(3));
+    return (mantissa === 1 ? "" : `${mantissa}·`) + `10<sup>${String(exponent).replace("-", "−")}</sup>`;
+  };
+  // All labels of an axis are written alike, but for 1 and 10.
+  const labels = (values, low, high) => {
+    const plain = values.every((value) => value < 10 ** (low - 0.3) || value > 10 ** (high + 0.3) || (value > 0.99e-4 && value < 1e5));
+    return values.map((value) => plain || (value > 0.99 && value < 11) ? String(Number(value.toPrecision(6))) : scientific(value));
+  };
+  // A title that is longer than its axis goes on in the next line.
+  const broken = (words, length) => {
+    const most = Math.max(12, Math.floor(length / 6.3));
+    const lines = [];
+    for (const word of (words || "").split(" ")) {
+      const last = lines.length - 1;
+      if (last < 0 || lines[last].length + word.length >= most) lines.push(word); else lines[last] += ` ${word}`;
+    }
+    return lines;
   };
   const logTicks = (data, layout, name, most) => {
     const drawnAt = data.flatMap((trace) => trace[name] || []).concat((layout.shapes || []).filter((shape) =>
@@ -39,7 +53,7 @@
       for (const steps of [[1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9], [1, 1.5, 2, 3, 5, 7], [1, 2, 5]]) {
         const values = decades.flatMap((power) => steps.map((step) => step * 10 ** power)).filter(inside);
         if (values.length < 3) break;
-        if (values.length <= most) return { tickmode: "array", tickvals: values, ticktext: values.map(plain) };
+        if (values.length <= most) return { tickmode: "array", tickvals: values, ticktext: labels(values, low, high) };
       }
       return { nticks: most };
     }
@@ -49,7 +63,7 @@
     for (let power = Math.floor(low) - 1; power <= Math.ceil(high) + 1; power += 1) {
       for (const step of wide ? [1] : [1, 2, 5]) if (!wide || power % every === 0) values.push(step * 10 ** power);
     }
-    return { tickmode: "array", tickvals: values, ticktext: values.map(plain) };
+    return { tickmode: "array", tickvals: values, ticktext: labels(values, low, high) };
   };
 
   const styled = (id, width) => {
@@ -62,7 +76,10 @@
     // Labels that turn would move the margin, and that may turn them back, without an end.
     layout.xaxis = { nticks: width < 500 ? 5 : 8, ...axis(layout.xaxis || {}), tickangle: 0 };
     layout.yaxis = axis(layout.yaxis || {});
-    layout.yaxis.title = { ...layout.yaxis.title, standoff: 8 };
+    const beside = broken(layout.yaxis.title?.text, (layout.height || 330) - 75), below = broken(layout.xaxis.title?.text, width - 90);
+    layout.yaxis.title = { ...layout.yaxis.title, text: beside.join("<br>"), standoff: 8 };
+    layout.xaxis.title = { ...layout.xaxis.title, text: below.join("<br>") };
+    const more = 15 * Math.max(0, below.length - 1);
     for (const name of ["x", "y"]) {
       const part = layout[name + "axis"];
       if (part.type === "log" && !part.tickvals) Object.assign(part, logTicks(data, layout, name, width < 500 && name === "x" ? 5 : 8));
@@ -72,13 +89,13 @@
     const legend = named.length ? Math.ceil(named.length / across) * 20 + 10 : 0;
     // Labels of upright lines stand in rows above.
     const above = 14 + Math.max(0, ...(layout.annotations || []).map((note) => "yshift" in note ? note.yshift + 4 : 0));
-    const height = (layout.height || 330) + legend + 26 + above;
+    const height = (layout.height || 330) + legend + 26 + above + more;
     return { data, layout: {
       ...layout, height, width, paper_bgcolor: look.paper, plot_bgcolor: look.paper, hovermode: "closest",
       // A finger that scrolls the page must not zoom a figure; with a mouse a drag zooms and a double click goes back.
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       font: { color: look.ink, size: width < 500 ? 11 : 12, family: getComputedStyle(document.body).fontFamily },
-      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 18, t: above, b: 46 }, showlegend: named.length > 0,
+      margin: { l: layout.yaxis.visible === false ? 14 : 56, r: 18, t: above, b: 46 + more }, showlegend: named.length > 0,
       legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, font: { size: 11 }, bgcolor: "rgba(0,0,0,0)" },
       shapes: (layout.shapes || []).map((shape) => ({ ...shape, line: { ...shape.line, color: look.ink } })),
       annotations: (layout.annotations || []).map((note) => ({ ...(note.xref === "paper" ? { bgcolor: note.xanchor === "left" ? look.paper : look.veil } : {}), ...note,
@@ -181,6 +198,7 @@
       row.forEach((value, i) => {
         const cell = document.createElement(i ? "td" : "th");
         if (!i) cell.scope = "row";
+        if (String(value).length > 9 && Number.isNaN(Number(value))) cell.className = "words";
         cell.textContent = value;
         line.append(cell);
       });
