@@ -245,7 +245,7 @@ def test_token_shards_train(command, toy, tmp_path):
     rng.integers(0, 50257, 600).astype("<u2").tofile(tmp_path / "val.bin")
     data = f"nanogpt:{tmp_path}/train.bin|{tmp_path}/val.bin"
     code, _, err = command(
-        "run", "race", "--preset", "smoke", "--data", data, "--train.model.vocab-size", 50257, "--seeds", 1,
+        "run", "race", "--preset", "smoke", "--data", data, "--train.model.vocab-size", 50257, "--train.steps", 2, "--seeds", 1,
         "--out", tmp_path / "run",
     )  # fmt: skip
     assert code == 0 and err == ""
