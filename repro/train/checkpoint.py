@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -93,7 +94,8 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ReproError(f"{keep} checkpoints cannot be kept; at least 1.")
-        self.folder, self._origin, self._keep, self._on_note = Path(folder).resolve(), origin, keep, on_note
+        self.folder, self._keep, self._on_note = Path(folder).resolve(), keep, on_note
+        self._origin = functools.cache(origin)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._curves: list[dict[str, Any]] = []  # the files that hold the metrics so far, as in a manifest
