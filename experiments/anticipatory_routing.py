@@ -428,7 +428,7 @@ EXPERIMENT = Experiment(
     figures=FIGURES,
     words={
         "load_then_outlier": "partial correlation, load now with outlier later",
-        "hit_loss": "training loss, 40 steps from the hit [nats/token]",
+        "hit_loss": "training loss, 40 steps from the hit (nats per token)",
         "outlier_then_load": "partial correlation, outlier now with load later",
     },
 )

@@ -410,7 +410,7 @@ EXPERIMENT = Experiment(
         "max_logit": "largest attention logit, last tenth",
         "max_capped_logit": "largest capped attention logit",
         "peak_max_logit": "largest attention logit of all steps",
-        "lr_sensitivity": "learning-rate sensitivity [nats/token]",
+        "lr_sensitivity": "learning-rate sensitivity (nats per token)",
     },
 )
 

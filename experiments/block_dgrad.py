@@ -412,8 +412,8 @@ EXPERIMENT = Experiment(
     figures=FIGURES,
     words={
         "growth": "error of the first layer over that of the last",
-        "token_range": "largest over smallest gradient of the tokens of a group [octaves]",
-        "train_loss": "training loss on text, last tenth [nats/token]",
+        "token_range": "largest over smallest gradient of the tokens of a group (octaves)",
+        "train_loss": "training loss on text, last tenth (nats per token)",
     },
 )  # fmt: skip
 

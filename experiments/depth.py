@@ -563,7 +563,7 @@ EXPERIMENT = Experiment(
     checks=checks,
     figures=FIGURES,
     words={
-        "gained": "entropy of single letters minus loss [nats/token]",
+        "gained": "entropy of single letters minus loss (nats per token)",
         "adam_slope": "power of the depth in the first change of the output, Adam",
         "gradient_slope": "power of the depth in the first change of the output, gradient",
     },

@@ -373,10 +373,10 @@ EXPERIMENT = Experiment(
     derive=derive,
     figures=FIGURES,
     words={
-        "lead": "first alarm ahead of the spike [steps]",
-        "ahead_of_loss": "alarm ahead of the loss's own [steps]",
-        "ahead_of_gradient": "alarm ahead of the gradient's [steps]",
-        "ahead_of_residual": "alarm ahead of the residual stream's [steps]",
+        "lead": "first alarm ahead of the spike (steps)",
+        "ahead_of_loss": "alarm ahead of the loss's own (steps)",
+        "ahead_of_gradient": "alarm ahead of the gradient's (steps)",
+        "ahead_of_residual": "alarm ahead of the residual stream's (steps)",
         "until_spike": "steps until the spike",
     },
 )

@@ -419,7 +419,8 @@ FIGURES = (
           log=True, line=100.0, line_label="bound of SiTU-GLU and of the clamp"),
     Curve("loss", "loss", "Training loss at the best rate", "loss (nats per byte)", point="best", smooth=10, start=30),
     Ladder("rates", "loss", "Validation loss against the rate", "loss (nats per byte)", log=False),
-    Ladder("flushed", "flushed_tensor", "Share of units that E4M3 flushes to zero", "share, one scale per tensor"),
+    Ladder("flushed", "flushed_tensor", "Share of units that E4M3 flushes to zero",
+           "share of units flushed, one scale per tensor"),
     Effects("effects", "Effects of all claims about training"),
 )  # fmt: skip
 

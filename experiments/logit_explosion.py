@@ -412,7 +412,7 @@ EXPERIMENT = Experiment(
         "clipped_heads_ever": "share of heads ever above tau",
         "clipped_share_last": "share of heads above tau, last tenth",
         "clipped_share_peak": "share of heads above tau, worst tenth",
-        "lr_sensitivity": "learning-rate sensitivity [nats/token]",
+        "lr_sensitivity": "learning-rate sensitivity (nats per token)",
     },
 )
 

@@ -393,8 +393,8 @@ EXPERIMENT = Experiment(
     derive=derive,
     figures=FIGURES,
     words={
-        "drift": "drift of the best rate [octaves per doubling of width]",
-        "half_of_other_minus_own": "half of the drift under standard rates, minus the own [octaves per doubling of width]",
+        "drift": "drift of the best rate (octaves per doubling of width)",
+        "half_of_other_minus_own": "half of the drift under standard rates, minus the own (octaves per doubling)",
     },
 )
 

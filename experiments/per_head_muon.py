@@ -162,9 +162,10 @@ def plan(preset: HeadsPreset):
 
 _WIDE_ARMS = ("whole_wide", "heads_wide", "whole_wide_loud", "heads_wide_loud")
 FIGURES = (
-    Curve("spread", "head_spread", "Largest over smallest update of a head, H K = 4 D", "ratio", arms=_WIDE_ARMS,
-          point="best", log=True, smooth=10),
-    Curve("spread_square", "head_spread", "Largest over smallest update of a head, H K = D", "ratio",
+    Curve("spread", "head_spread", "Largest over smallest update of a head, H K = 4 D",
+          "largest over smallest RMS of a head", arms=_WIDE_ARMS, point="best", log=True, smooth=10),
+    Curve("spread_square", "head_spread", "Largest over smallest update of a head, H K = D",
+          "largest over smallest RMS of a head",
           arms=("whole_square", "heads_square", "whole_square_loud", "heads_square_loud"), point="best", log=True,
           smooth=10),
     Curve("loss", "loss", "Training loss, H K = 4 D", "loss (nats per byte)", arms=_WIDE_ARMS, point="best", smooth=20,

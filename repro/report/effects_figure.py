@@ -136,6 +136,9 @@ def deciding(rule: Criterion | None, quantity: str) -> tuple[Criterion, ...]:
     if not isinstance(rule, All):
         return parts(rule)
     fitting = [part for part in rule.criteria if all(f"{at}" in quantity for at in (part.metric, *part.reads()))]
+    if " and " not in quantity:  # "a over b" names what "a" alone does, and more
+        most = max((len(part.reads()) for part in fitting), default=0)
+        fitting = [part for part in fitting if len(part.reads()) == most]
     measured = {(part.metric, part.reads(), getattr(part, "log", False)) for part in fitting}
     return tuple(fitting) if len(measured) == 1 else ()
 

@@ -289,6 +289,10 @@ def test_what_would_change_a_verdict_follows_from_its_rule():
     between = lambda arm: All((AtLeast("loss", arm, 0.5), AtMost("loss", arm, 8.5)))
     claim, verdict = _decided(between("a"), {"a": [2.0, 2.1] * 4, "b": [9.0] * 8}, between("b"))
     assert verdict.label == "supported" and "reaches 0.5 or 8.5 (" in what_would_change(claim, verdict)[0]
+    # "a over b" names all that "a" does: the comparison with `b` decides, and its interval reaches 1.
+    over = All((AtLeast("loss", "a", 0.5), Greater("loss", "a", "b", log=True)))
+    claim, verdict = _decided(over, {"a": [2.0, 0.7, 1.9, 0.8, 2.0, 2.1, 0.8, 2.0], "b": [1.0] * 8}, AtLeast("loss", "b", 3.0))
+    assert verdict.label == "inconclusive" and "on one side of 1; it is" in what_would_change(claim, verdict)[0]
 
 
 def test_what_seeds_are_judged_by_has_words():

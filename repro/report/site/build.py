@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import repro
-from repro.claims import LABELS, LEDGER, Verdict
+from repro.claims import LABELS, LEDGER, All, Criterion, Verdict
 from repro.claims.canonical import number_to_json
 from repro.claims.runs import parse_place
 from repro.errors import ReproError
@@ -158,12 +158,13 @@ class Judged:
         return self.claim.tier if self.claim else LEDGER[self.verdict.claim_id].tier
 
     @property
-    def rule(self) -> str:
-        return rule_words(self.claim.criterion) if self.claim and self.claim.criterion else ""
+    def rule(self) -> list[str]:
+        """The comparisons of which all must hold."""
+        return _comparisons(self.claim.criterion) if self.claim and self.claim.criterion else []
 
     @property
-    def control_rule(self) -> str:
-        return rule_words(self.claim.control.criterion) if self.claim and self.claim.control else ""
+    def control_rule(self) -> list[str]:
+        return _comparisons(self.claim.control.criterion) if self.claim and self.claim.control else []
 
     @property
     def one_rule(self) -> bool:
@@ -190,6 +191,10 @@ class Judged:
         }  # fmt: skip
         rows = [(name, _exact(value)) for name, value in found.items()]
         return rows + [(f"seed {seed}", _exact(value)) for seed, value in sorted(verdict.per_seed.items())]
+
+
+def _comparisons(rule: Criterion) -> list[str]:
+    return [rule_words(part) for part in (rule.criteria if isinstance(rule, All) else (rule,))]
 
 
 def _exact(value: float | int | None) -> str:

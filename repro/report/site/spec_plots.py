@@ -33,7 +33,7 @@ from repro.report.width_figure import ratios
 
 BANDS = "Lines are medians over test seeds, bands reach from the smallest to the largest seed."
 CROSSES = " A line ends in a cross where most of its seeds have diverged."
-BETWEEN = 0.27  # of the width of a figure over two or three model sizes
+BETWEEN = 0.27  # of the width of a figure over three model sizes
 MOST_CELLS = 20_000  # of a heat map; a larger one is shown as every n-th row and column
 
 
@@ -311,11 +311,11 @@ def size_plot(
         "yaxis": axis(ylabel, log=log),
     }
     bounds = [bound for bound in more.get("bounds", ()) if bound > 0 or not log]
-    # Between the first two widths, where no seeds are.
+    at = 0.5 if len(by_width) == 2 else BETWEEN  # between the first two widths, where no seeds are
     if base is not None:
-        add_level(data, layout, base, "no effect", log=log, dash="dash", at=BETWEEN)
+        add_level(data, layout, base, "no effect", log=log, dash="dash", at=at)
     for bound in bounds:
-        add_level(data, layout, bound, "bound of the rule", log=log, at=BETWEEN)
+        add_level(data, layout, bound, "bound of the rule", log=log, at=at)
     rows = [(f"{w:g}", f"{v:.6g}") for w, values in by_width.items() for v in values]
     told = ", ".join(f"{m:.3g} at width {w:g}" for w, m in zip(by_width, means, strict=True))
     return Plot(

@@ -59,10 +59,15 @@
     }
     const every = Math.ceil((high - low) / most);
     const wide = high - low >= 2 || every > 1;
-    const values = [];
-    for (let power = Math.floor(low) - 1; power <= Math.ceil(high) + 1; power += 1) {
-      for (const step of wide ? [1] : [1, 2, 5]) if (!wide || power % every === 0) values.push(step * 10 ** power);
-    }
+    const at = (steps) => {
+      const values = [];
+      for (let power = Math.floor(low) - 1; power <= Math.ceil(high) + 1; power += 1) {
+        if (!wide || power % every === 0) values.push(...steps.map((step) => step * 10 ** power));
+      }
+      return values;
+    };
+    const seen = (values) => values.filter((value) => Math.log10(value) >= low - 0.04 && Math.log10(value) <= high + 0.04).length;
+    const values = (wide ? [[1]] : [[1, 2, 5], [1, 3], [1]]).map(at).find((found) => seen(found) <= most || wide) || at([1]);
     return { tickmode: "array", tickvals: values, ticktext: labels(values, low, high) };
   };
 

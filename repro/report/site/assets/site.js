@@ -82,7 +82,7 @@
   };
   addEventListener("hashchange", unfold);
   unfold();
-  addEventListener("beforeprint", () => document.querySelectorAll("article.verdict > details").forEach((part) => { part.open = true; }));
+  addEventListener("beforeprint", () => document.querySelectorAll("article.verdict > details, details.parts").forEach((part) => { part.open = true; }));
 
   const live = document.body.dataset.live;
   if (live) {
