@@ -291,7 +291,9 @@ def test_what_would_change_a_verdict_follows_from_its_rule():
     assert verdict.label == "supported" and "reaches 0.5 or 8.5 (" in what_would_change(claim, verdict)[0]
     # "a over b" names all that "a" does: the comparison with `b` decides, and its interval reaches 1.
     over = All((AtLeast("loss", "a", 0.5), Greater("loss", "a", "b", log=True)))
-    claim, verdict = _decided(over, {"a": [2.0, 0.7, 1.9, 0.8, 2.0, 2.1, 0.8, 2.0], "b": [1.0] * 8}, AtLeast("loss", "b", 3.0))
+    claim, verdict = _decided(
+        over, {"a": [2.0, 0.7, 1.9, 0.8, 2.0, 2.1, 0.8, 2.0], "b": [1.0] * 8}, AtLeast("loss", "b", 3.0)
+    )
     assert verdict.label == "inconclusive" and "on one side of 1; it is" in what_would_change(claim, verdict)[0]
 
 
