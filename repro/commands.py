@@ -279,9 +279,12 @@ def _pages(args: argparse.Namespace) -> int:
     from repro.report.site import build_site
     from repro.report.site.serve import open_browser, serve
 
-    folders = args.folders or [catalogue.shipped().parent / "results"]
-    if not args.folders and not folders[0].is_dir():
-        raise ReproError("repro report: this installation carries no results; give the folders of runs.")
+    places = (catalogue.shipped().parent / "results", Path("results"))
+    folders = args.folders or [place for place in places if place.is_dir()][:1]
+    if not folders:
+        raise ReproError(
+            "repro report: neither this installation nor the working directory holds results; give the folders of runs."
+        )
     console = _console()
     if args.serve:
         serve(folders, args.out, args.port, console.print, ready=open_browser)

@@ -33,6 +33,13 @@ def test_the_example_that_only_computes_is_short_and_runs(tmp_path, monkeypatch,
     assert {p.stem for p in (tmp_path / "runs/outlier-next-door-smoke/figures").iterdir()} >= {"dose", "heat"}
 
 
+def test_installing_more_does_not_leave_the_clone():
+    """A plain `pip install .` would put a copy without results in place of the clone."""
+    installs = re.findall(r"pip install [^&\n]*", (ROOT / "README.md").read_text())
+    own = [words for words in installs if re.search(r" '?\.(\[|'|$| )", words.strip())]
+    assert len(own) >= 3 and all(" -e " in words for words in own), own
+
+
 def test_relative_links_lead_somewhere():
     pages = [
         *ROOT.glob("*.md"),

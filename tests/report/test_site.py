@@ -227,6 +227,15 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path, refused):
     assert "which run folder" in refused("report")
 
 
+def test_results_are_those_of_the_installation_or_of_the_working_directory(tmp_path, command, refused, monkeypatch):
+    monkeypatch.setattr(catalogue, "shipped", lambda: tmp_path / "site-packages" / "experiments")
+    monkeypatch.chdir(tmp_path)
+    assert "neither this installation nor the working directory" in refused("report", "--out", tmp_path / "site")
+    shutil.copytree(RESULTS / STORED[-1], tmp_path / "results" / STORED[-1])
+    code, said, _ = command("report", "--out", tmp_path / "site")
+    assert code == 0 and "pages written" in said
+
+
 def test_pages_are_replaced_by_the_next_ones(tmp_path, command):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     code, said, _ = command("report", one, "--out", tmp_path / "site")
