@@ -276,8 +276,7 @@ FIGURES = (
     Dose("scale", "loss", "Validation loss against the factor of the loss", "1 / c", "loss (nats per byte)", _POINTS,
          log_x=10),
     Dose("rms", "least_grad_rms", "Gradient of the tensor where it is smallest", "1 / c",
-         "smallest RMS gradient of a tensor", _POINTS,
-         log_x=10, log_y=True, lines=(Reference("eps = 1e-8", y=1e-8),)),
+         "smallest RMS gradient of a tensor", _POINTS, log_x=10, log_y=True, lines=(Reference("eps = 1e-8", y=1e-8),)),
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip
 

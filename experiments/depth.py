@@ -532,9 +532,10 @@ FIGURES = (
     Curve("loss", "loss", "Training loss at DeepNorm's best rate", "loss (nats per byte)",
           arms=(*SCHEMES, "post_warm"), point="common", smooth=10),
     Ladder("rates", "loss", "Validation loss against the rate", "loss (nats per byte)", arms=SCHEMES, log=False),
-    Dose("first_gradient", "gradient", "Gradient of the first layer at initialisation", "width", "norm", points=_WIDTHS,
+    Dose("first_gradient", "gradient", "Gradient of the first layer at initialisation", "width", "gradient norm",
+         points=_WIDTHS,
          arms=("vanilla", "scaled", "large"), log_x=2, log_y=True),
-    Curve("gradient_norm", "grad_norm", "Norm of the gradient with small and large shortcuts", "norm",
+    Curve("gradient_norm", "grad_norm", "Norm of the gradient with small and large shortcuts", "gradient norm",
           arms=("vanilla", "scaled", "large"), point="spike", log=True, start=10),
     Effects("effects", "Effects of all claims"),
 )  # fmt: skip
