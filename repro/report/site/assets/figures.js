@@ -66,7 +66,8 @@
       }
       return values;
     };
-    const seen = (values) => values.filter((value) => Math.log10(value) >= low - 0.04 && Math.log10(value) <= high + 0.04).length;
+    const pad = 0.08 * (high - low); // the library draws a little more than the data
+    const seen = (values) => values.filter((value) => Math.log10(value) >= low - pad && Math.log10(value) <= high + pad).length;
     const values = (wide ? [[1]] : [[1, 2, 5], [1, 3], [1]]).map(at).find((found) => seen(found) <= most || wide) || at([1]);
     return { tickmode: "array", tickvals: values, ticktext: labels(values, low, high) };
   };
