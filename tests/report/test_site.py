@@ -38,7 +38,9 @@ from repro.report.site.claim_plots import by_size, cut
 from repro.report.site.definitions import definitions
 from repro.report.site.matrix import COLUMNS, SUBJECTS, outside, rows
 from repro.report.site.plot import Plot, add_level, text
+from repro.report.site.spec_plots import _caption
 from repro.report.site.words import seeds_needed, what_would_change
+from repro.report.specs import Dose, Width
 from tests.report.site_cases import HOSTILE, RESULTS, STORED, VERDICT, conflicting, hostile, make_run
 
 
@@ -368,6 +370,15 @@ def test_a_long_name_keeps_what_tells_it_from_the_others():
     names = [f"Muon against AdamW, each at its best rate, w{width}" for width in (32, 64, 128)]
     assert len({cut(name) for name in names}) == 3 and max(len(cut(name)) for name in names) == 42
     assert cut("growth at the best rate") == "growth at the best rate"
+
+
+def test_a_caption_names_a_metric_as_its_axis_does():
+    dose = Dose("d", "kept_share", "Kept: by step size", "step", "share kept", (("a", 1.0),))
+    assert _caption(dose).startswith("Share kept against step. Lines join means")
+    width = Width(
+        "w", "max_logit", "muon@best", "adamw@best", "Logits", "ratio of logits", (("xs", 64.0), ("w128", 128.0))
+    )
+    assert _caption(width).startswith("Ratio of logits against model width; dots are test seeds")
 
 
 def test_labels_of_reference_lines_keep_apart():

@@ -202,6 +202,18 @@ def test_pages_fit_a_phone_and_weigh_little(visit, site):
     assert overview == [RUNS] and len(list((site / "claims").glob("*.html"))) == 70
 
 
+def test_a_title_longer_than_its_axis_goes_on_in_the_next_line(visit):
+    page = visit("claims/S-1.html", width=360)
+    canvas = page.locator('[data-figure$="effects-1"]').first
+    canvas.scroll_into_view_if_needed()
+    canvas.locator("svg.main-svg").first.wait_for()
+    outside = """canvas => { const box = canvas.getBoundingClientRect();
+        return [...canvas.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()])
+            .filter(([, at]) => at.width && (at.left < box.left - 1 || at.right > box.right + 1)).map(([words]) => words);
+    }"""
+    assert canvas.locator(".xtitle tspan").count() > 1 and canvas.evaluate(outside) == []
+
+
 def test_a_link_into_a_folded_verdict_opens_it(visit):
     page = visit("index.html")
     page.get_by_role("searchbox").fill("K2-1 equal rate")
