@@ -47,7 +47,7 @@ def ledgers(config: TrainConfig, evidence: dict[str, str]) -> dict[str, dict[str
         "N6": {
             "matrices": matrices, "embedding, head, gains": others,
             "weight decay": f"{decay}; on every parameter" if config.weight_decay else decay,
-            "rate": f"warm-up over {config.warmup:g} of the steps, then {config.schedule}"
+            "rate": f"warm-up over {config.warmup:.3g} of the steps, then {config.schedule}"
             + (f" to {config.final_fraction:g}" if config.schedule == "cosine" else "") + " of the peak",
             "gradient clipping": f"global norm {config.optim.gradient_clip:g}"
             if math.isfinite(config.optim.gradient_clip) else "none",
