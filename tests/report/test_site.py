@@ -404,3 +404,11 @@ def test_one_test_at_several_sizes_is_a_trend_and_different_tests_of_a_metric_ar
     assert len({row[0] for row in two.rows}) == 2 and not any("lines" in trace["mode"] for trace in two.data)
     # Both judge the range of tokens, of 16 layers at width 32 and of a memorised text at width 64.
     assert trends(["block-dgrad-cpu-deep", "block-dgrad-cpu-memorised"], "V3-2") == []
+
+
+def test_headings_break_between_words_and_stay_text():
+    from repro.report.site.build import whole
+
+    assert whole("scale, 2-D weights") == 'scale, <span class="whole">2-D</span> weights'
+    assert whole("<b>Post-LN</b>") == '&lt;b&gt;<span class="whole">Post-LN</span>&lt;/b&gt;'
+    assert whole("loss-scaled FP8") == "loss-scaled FP8"

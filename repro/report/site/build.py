@@ -77,10 +77,19 @@ def _plotly() -> Path:
 def _environment():
     import jinja2
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("repro.report.site"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters["whole"] = whole
+    return environment
+
+
+def whole(words: str):
+    """A heading in which no line ends inside "2-D" or "Post-LN"."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"\b\w{1,5}-[A-Z]{1,2}\b", r'<span class="whole">\g<0></span>', str(escape(words))))
 
 
 def _prepare(out: Path) -> None:
