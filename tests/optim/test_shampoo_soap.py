@@ -25,6 +25,7 @@ def alone(tx, matrices):
 
 def root(x, power):
     values, vectors = np.linalg.eigh(x)
+    values = np.maximum(values, 1e-15 * values[-1])  # rounding may take the kernel's below zero
     return (vectors * values**power) @ vectors.T
 
 

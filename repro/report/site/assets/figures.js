@@ -43,17 +43,21 @@
     }
     return lines;
   };
-  const logTicks = (data, layout, name, most) => {
+  const logTicks = (data, layout, name, most, length) => {
     const drawnAt = data.flatMap((trace) => trace[name] || []).concat((layout.shapes || []).filter((shape) =>
       (shape[name + "ref"] || name) === name).map((shape) => shape[name + "0"])).filter((value) => value > 0);
     const low = Math.log10(Math.min(...drawnAt)), high = Math.log10(Math.max(...drawnAt));
+    // Whether neighbours have room for their labels, which lie along the axis below a figure.
+    const needs = (value) => name === "x" ? 7 * String(Number(value.toPrecision(6))).length + 6 : 16;
+    const apart = (values) => values.every((value, i) =>
+      i === 0 || Math.log10(value / values[i - 1]) * length / (1.1 * (high - low)) > needs(value));
     if (!(high - low > 0.8)) {
       const inside = (value) => Math.log10(value) >= low - 0.04 && Math.log10(value) <= high + 0.04;
       const decades = [Math.floor(low), Math.floor(low) + 1];
       for (const steps of [[1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9], [1, 1.5, 2, 3, 5, 7], [1, 2, 5]]) {
         const values = decades.flatMap((power) => steps.map((step) => step * 10 ** power)).filter(inside);
         if (values.length < 3) break;
-        if (values.length <= most) return { tickmode: "array", tickvals: values, ticktext: labels(values, low, high) };
+        if (values.length <= most && apart(values)) return { tickmode: "array", tickvals: values, ticktext: labels(values, low, high) };
       }
       return { nticks: most };
     }
@@ -88,7 +92,8 @@
     const more = 15 * Math.max(0, below.length - 1);
     for (const name of ["x", "y"]) {
       const part = layout[name + "axis"];
-      if (part.type === "log" && !part.tickvals) Object.assign(part, logTicks(data, layout, name, width < 500 && name === "x" ? 5 : 8));
+      if (part.type === "log" && !part.tickvals) Object.assign(part, logTicks(data, layout, name, width < 500 && name === "x" ? 5 : 8,
+        name === "x" ? width - 74 : layout.height || 330));
     }
     const named = data.filter((trace) => trace.name && trace.showlegend !== false && trace.type !== "heatmap");
     const across = Math.max(1, Math.floor(width / 190));
