@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +14,9 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+# Tracing makes many objects that live on, and a tenth of the time went into looking through them for cycles.
+gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_configure(config):
