@@ -384,7 +384,7 @@ FIGURES = (
 _CPU = Preset()
 PRESETS = {
     "smoke": Preset(
-        train=TrainConfig(steps=20, eval_windows=16), sizes=("w32",), tuning_limit=4, tuning_seeds=(1000,),
+        train=TrainConfig(steps=10, batch_size=4, eval_windows=4), sizes=("w32",), tuning_limit=4, tuning_seeds=(1000,),
         test_seeds=(0, 1), evidence=False,
     ),
     "cpu": _CPU,

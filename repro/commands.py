@@ -242,9 +242,10 @@ def verdict(args: argparse.Namespace) -> int:
         if args.check:
             again = decide_all(experiment.claims_for(preset), runs)
             for old, new in zip(verdicts, again, strict=True):
-                if old.to_json() != new.to_json():
+                if found := old.differences(new):
                     raise ReproError(
-                        f"{path}: the verdict on {new.claim_id} ({new.variant}) is {new.label} when derived again, not as stored ({old.label})."
+                        f"{path}: the verdict on {new.claim_id} ({new.variant}) is {new.label} when derived again, stored "
+                        f"as {old.label}; not as stored: {', '.join(found)}."
                     )
             console.print(f"{path}: {len(again)} verdicts derived again, all as stored.")
         else:

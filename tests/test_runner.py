@@ -218,7 +218,8 @@ def test_verdicts_are_derived_again(toy_run, toy, command, refused, tmp_path):
             folder / "verdict.json",
             {**stored, "verdicts": [{**stored["verdicts"][0], **change}, stored["verdicts"][1]]},
         )
-        assert "the verdict on K2-1" in refused("verdict", "--check", folder)
+        said = refused("verdict", "--check", folder)
+        assert "the verdict on K2-1" in said and said.endswith(f"not as stored: {next(iter(change))}.")
     record.write_json(folder / "verdict.json", {**stored, "verdicts": stored["verdicts"][:1]})
     assert "the verdicts are those of K2-1, not of K2-1, K2-2" in refused("verdict", "--check", folder)
     record.write_json(folder / "verdict.json", {**stored, "verdicts": 3})

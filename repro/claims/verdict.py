@@ -22,6 +22,7 @@ with its arms exchanged, a contradicted claim has a supported control.
 """
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,22 @@ class Verdict:
             values["interval"] = tuple(number_from_json(end) for end in fields["interval"])
         values["per_seed"] = {int(seed): number_from_json(value) for seed, value in fields["per_seed"].items()}
         return cls(**values)
+
+    def differences(self, other: "Verdict") -> list[str]:
+        """Names of the fields that are not those of `other`. Words, labels and counts are compared exactly, other
+        numbers to one part in 10^12: NumPy's logarithms and exponentials differ in the last bit between processors."""
+        ours, theirs = self.to_json(), other.to_json()
+        return [name for name, value in ours.items() if not _same(value, theirs[name])]
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-15)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return a == b
 
 
 def decide(claim: Claim, runs: Runs, *, alpha: float = ALPHA) -> Verdict:

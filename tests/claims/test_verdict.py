@@ -173,6 +173,21 @@ def test_json_round_trip(verdict):
     assert Verdict.from_json(json.loads(text)) == verdict
 
 
+def test_the_last_bit_of_a_logarithm_is_no_difference():
+    verdict = EXTREMES[0]
+    low, high = verdict.interval
+    up = dataclasses.replace(
+        verdict, effect=math.nextafter(verdict.effect, 9), interval=(low, math.nextafter(high, 9)),
+        per_seed={seed: math.nextafter(value, 9) for seed, value in verdict.per_seed.items()},
+    )  # fmt: skip
+    assert up != verdict and verdict.differences(up) == []
+    for change in ({"effect": verdict.effect * (1 + 1e-11)}, {"label": "inconclusive"}, {"n": 3}, {"p": None},
+                   {"interval": None}, {"interval": (low, high + 1e-9)}, {"per_seed": {}}, {"reason": "none"}):  # fmt: skip
+        assert verdict.differences(dataclasses.replace(verdict, **change)) == list(change)
+    unknown = dataclasses.replace(verdict, effect=math.nan)
+    assert unknown.differences(unknown) == [] and unknown.differences(verdict) == ["effect"]
+
+
 def test_json_keeps_nan_and_refuses_strangers():
     fields = dataclasses.replace(EXTREMES[0], effect=math.nan).to_json()
     assert fields["effect"] == "nan" and math.isnan(Verdict.from_json(fields).effect)
