@@ -47,7 +47,7 @@ def site(tmp_path_factory):
     made = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)  # a thousand small files need not outlive a loss of power
-        folders = [RESULTS / name for name in STORED] + conflicting(made) + [hostile(made)]
+        folders = [RESULTS / name for name in (*STORED, "mup-cpu")] + conflicting(made) + [hostile(made)]
         folders += many_runs(made, RUNS - len(folders))
     out = tmp_path_factory.mktemp("site") / "site"
     build_site(folders, out)
@@ -212,6 +212,22 @@ def test_a_title_longer_than_its_axis_goes_on_in_the_next_line(visit):
             .filter(([, at]) => at.width && (at.left < box.left - 1 || at.right > box.right + 1)).map(([words]) => words);
     }"""
     assert canvas.locator(".xtitle tspan").count() > 1 and canvas.evaluate(outside) == []
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_labels_of_ticks_keep_apart_within_a_decade(visit, width):
+    page = visit("claims/O-6.html", width=width)
+    gaps = """canvas => { const at = [...canvas.querySelectorAll(".xtick text")].map(text => text.getBoundingClientRect());
+        at.sort((a, b) => a.left - b.left);
+        return at.slice(1).map((box, i) => box.left - at[i].right);
+    }"""
+    ladders = page.locator('[data-figure*="rates"]')
+    assert ladders.count() == 3
+    for canvas in ladders.all():
+        canvas.scroll_into_view_if_needed()
+        canvas.locator("svg.main-svg").first.wait_for()
+        found = canvas.evaluate(gaps)
+        assert found and min(found) > 3
 
 
 def test_a_link_into_a_folded_verdict_opens_it(visit):
